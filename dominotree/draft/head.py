@@ -1,0 +1,85 @@
+"""The Domino head: a GRU over the tokens drafted so far and a low-rank correction of the logits.
+
+The one home of two formulae (Domino, section 3): the GRU step and `dL = W2 SiLU(W1 [H; S])`.
+Shapes: B batch, T tokens, H hidden, G GRU state, R low rank, V vocabulary, M candidates; `...` any leading dimensions.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class DominoHead(nn.Module):
+    """Weights under their published names: `prefix_gru.weight_{ih,hh}_l0`, `embed_proj.{0,2}.weight`."""
+
+    def __init__(self, hidden_size: int, gru_hidden_dim: int, emb_dim: int, vocab_size: int) -> None:
+        super().__init__()
+        self.prefix_gru = nn.GRU(hidden_size, gru_hidden_dim, batch_first=True, bias=False)
+        self.embed_proj = nn.Sequential(
+            nn.Linear(hidden_size + gru_hidden_dim, emb_dim, bias=False),
+            nn.SiLU(),
+            nn.Linear(emb_dim, vocab_size, bias=False),
+        )
+
+    @property
+    def output_rows(self) -> Tensor:  # [V, R]
+        """W2, whose rows belong to the vocabulary."""
+        return cast(Tensor, self.embed_proj[2].weight)
+
+    @property
+    def _state_weight(self) -> Tensor:  # [3G, G]
+        return cast(Tensor, self.prefix_gru.weight_hh_l0)
+
+    def initial_state(self, batch_size: int) -> Tensor:  # [B, G]
+        """The state before any token: zeros."""
+        return self._state_weight.new_zeros(batch_size, self.prefix_gru.hidden_size)
+
+    def advance(
+        self,
+        token_embeds: Tensor,  # [..., H]
+        state: Tensor,  # [..., G]
+    ) -> Tensor:  # [..., G]
+        """The prefix state after one more token."""
+        return self._step(self._input_gates(token_embeds), state)
+
+    def prefix_states(self, token_embeds: Tensor) -> Tensor:  # [B, T, H] -> [B, T, G]
+        """The prefix state after each of T tokens known beforehand (teacher forcing); entry t has seen t+1 tokens."""
+        input_gates = self._input_gates(token_embeds)
+        state = self.initial_state(token_embeds.shape[0])
+        states = []
+        for gates in input_gates.unbind(dim=1):
+            state = self._step(gates, state)
+            states.append(state)
+        return torch.stack(states, dim=1)
+
+    def low_rank(
+        self,
+        hidden: Tensor,  # [..., H]
+        state: Tensor,  # [..., G]
+    ) -> Tensor:  # [..., R]
+        """`SiLU(W1 [H; S])`, the part of the correction that the vocabulary shares."""
+        return self.embed_proj[1](self.embed_proj[0](torch.cat([hidden, state], dim=-1)))
+
+    def correction(
+        self,
+        hidden: Tensor,  # [..., H]
+        state: Tensor,  # [..., G]
+        rows: Tensor | None = None,  # [M, R] rows of W2, default all of them
+    ) -> Tensor:  # [..., M] or [..., V]
+        """`dL = W2 SiLU(W1 [H; S])`, over the given rows only; in the rows' dtype."""
+        rows = self.output_rows if rows is None else rows
+        return F.linear(self.low_rank(hidden, state).to(rows.dtype), rows)
+
+    def _input_gates(self, token_embeds: Tensor) -> Tensor:  # [..., H] -> [..., 3G]
+        return F.linear(token_embeds, cast(Tensor, self.prefix_gru.weight_ih_l0))
+
+    def _step(self, input_gates: Tensor, state: Tensor) -> Tensor:  # [..., 3G], [..., G] -> [..., G]
+        input_reset, input_update, input_new = input_gates.chunk(3, dim=-1)
+        reset, update, new = F.linear(state, self._state_weight).chunk(3, dim=-1)
+        candidate = torch.tanh(input_new + torch.sigmoid(input_reset + reset) * new)
+        keep = torch.sigmoid(input_update + update)
+        return (1 - keep) * candidate + keep * state

@@ -1,0 +1,129 @@
+"""The draft model: DFlash backbone and, in a Domino checkpoint, the head on top of it.
+
+Shapes: B batch, S context positions, A anchors, K drafted slots, H hidden, F target features, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from .backbone import ContextKV, DFlashBackbone, FixedContext
+from .config import DraftConfig
+from .head import DominoHead
+from .masks import anchor_block_mask
+
+Embed = Callable[[Tensor], Tensor]  # token ids [...] -> embeddings [..., H], the target's
+
+
+class DraftModel(nn.Module):
+    """Drafts a block in one pass. It owns neither embeddings nor LM head: the target's are used."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.backbone = DFlashBackbone(config)
+        self.head: DominoHead | None = None
+        if config.head is not None:
+            self.head = DominoHead(
+                config.hidden_size, config.head.gru_hidden_dim, config.head.emb_dim, config.vocab_size
+            )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.backbone.fc.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.backbone.fc.weight.device
+
+    def draft_hidden(
+        self,
+        anchor_ids: Tensor,  # [B] the last committed token of each sequence
+        anchor_positions: Tensor,  # [B]
+        embed: Embed,
+        context: ContextKV,
+        context_length: int,
+    ) -> Tensor:  # [B, K, H] hidden states of the slots that predict, in order of the tokens they predict
+        """One decoding block `[anchor, mask, ...]` behind the context held by `context`."""
+        size = self.config.block_size
+        block = anchor_ids.new_full((len(anchor_ids), size), self.config.mask_token_id)
+        block[:, 0] = anchor_ids
+        positions = anchor_positions[:, None] + torch.arange(size, device=anchor_ids.device)
+        masks = [
+            self._decoding_mask(layer, anchor_positions, context_length) for layer in range(len(self.backbone.layers))
+        ]
+        hidden = self.backbone(embed(block), positions, context, masks)
+        return hidden[:, size - self.config.draft_length :]
+
+    def train_hidden(
+        self,
+        anchor_ids: Tensor,  # [B, A] the token at each anchor
+        anchors: Tensor,  # [B, A] positions
+        keep: Tensor,  # [B, A] bool, False for padding
+        features: Tensor,  # [B, S, F]
+        embed: Embed,
+    ) -> Tensor:  # [B, A, block, H] hidden states of every slot of every block
+        """All anchor blocks of a batch at once, each seeing only the context before its anchor."""
+        size = self.config.block_size
+        block = anchor_ids[..., None].expand(-1, -1, size).clone()
+        block[..., 1:] = self.config.mask_token_id
+        positions = anchors[..., None] + torch.arange(size, device=anchors.device)
+        context_positions = torch.arange(features.shape[1], device=features.device)[None]
+        context = FixedContext(self.backbone.project_context(features, context_positions))
+        masks = self._training_masks(anchors, keep, features.shape[1])
+        hidden = self.backbone(embed(block.flatten(1)), positions.flatten(1), context, masks)
+        return hidden.unflatten(1, (-1, size))
+
+    def teacher_forced_logits(
+        self,
+        hidden: Tensor,  # [B, K, H] of the slots that predict
+        base_logits: Tensor,  # [B, K, V]
+        prefix_ids: Tensor,  # [B, K] anchor and the first K-1 true tokens: what is known before each prediction
+        embed: Embed,
+    ) -> Tensor:  # [B, K, V]
+        """Final logits of a whole block with the true tokens as prefix (Domino, section 3): `L = L_base + dL`."""
+        if self.head is None:
+            return base_logits
+        first = self.config.uncorrected_length
+        states = self.head.prefix_states(embed(prefix_ids).to(self.dtype))
+        corrected = base_logits[:, first:] + self.head.correction(hidden[:, first:], states[:, first:])
+        return torch.cat([base_logits[:, :first], corrected], dim=1)
+
+    def _decoding_mask(self, layer: int, anchor_positions: Tensor, context_length: int) -> Tensor | None:
+        window, causal = self.config.window(layer), self.config.causal(layer)
+        if window is None and not causal:
+            return None
+        keep = torch.ones_like(anchor_positions, dtype=torch.bool)[:, None]
+        return anchor_block_mask(
+            anchor_positions[:, None], keep, context_length, self.config.block_size, window=window, causal=causal
+        )
+
+    def _training_masks(self, anchors: Tensor, keep: Tensor, context_length: int) -> list[Tensor | None]:
+        made: dict[tuple[int | None, bool], Tensor] = {}
+        masks: list[Tensor | None] = []
+        for layer in range(len(self.backbone.layers)):
+            kind = (self.config.window(layer), self.config.causal(layer))
+            if kind not in made:
+                made[kind] = anchor_block_mask(
+                    anchors, keep, context_length, self.config.block_size, window=kind[0], causal=kind[1]
+                )
+            masks.append(made[kind])
+        return masks
+
+
+@torch.no_grad()
+def initialize(draft: DraftModel, generator: torch.Generator) -> None:
+    """Published initialisation: linear layers N(0, initializer_range), norms one, GRU U(±1/sqrt(G))."""
+    for module in draft.modules():
+        if isinstance(module, nn.GRU):
+            bound = 1 / math.sqrt(module.hidden_size)
+            for weight in module.parameters():
+                weight.uniform_(-bound, bound, generator=generator)
+        elif isinstance(module, nn.Linear):
+            module.weight.normal_(0.0, draft.config.initializer_range, generator=generator)
+            if module.bias is not None:
+                module.bias.zero_()

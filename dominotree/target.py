@@ -1,0 +1,249 @@
+"""The target: a frozen Hugging Face causal language model whose output is preserved.
+
+Shapes: B batch, P committed tokens, Q tokens of this forward, N tree nodes, F features concatenated, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from .decode.cache import TargetCache
+from .dtypes import parse_device, parse_dtype
+from .errors import UserError
+
+LAYER_LISTS = ("layers", "h")
+FINAL_NORMS = ("norm", "final_layer_norm", "final_layernorm", "ln_f")
+ROLLBACK_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+
+@dataclass(frozen=True)
+class TargetOutput:
+    logits: Tensor  # [B, Q, V], or [B, 1, V] for the last token only
+    features: Tensor | None  # [B, Q, F], None when none were asked for
+
+
+class Target:
+    """Wraps a causal LM that keeps a rollback-able KV cache.
+
+    Raises UserError when made around a model that speculative decoding cannot serve.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+        check_rollback(model.config, type(model))
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.config = model.config.get_text_config()
+        self._layers, self._norm = _decoder_parts(model)
+        # transformers renamed the argument that takes the cache in 5.2x.
+        self._cache_argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+        if self._attention not in ("sdpa", "eager"):
+            raise UserError(
+                f"tree verification needs the target's attention to be sdpa or eager, got {self._attention}; "
+                "load it with attn_implementation='sdpa'"
+            )
+
+    @classmethod
+    def load(cls, path: str | Path, *, dtype: str = "auto", device: str = "auto") -> Target:
+        """Read a target and its tokenizer from a directory or hub id. `dtype` "auto" is the checkpoint's own.
+
+        Raises UserError for a path that holds no causal LM, and for one that cannot be rolled back.
+        """
+        chosen_device = parse_device(device)
+        chosen_dtype: str | torch.dtype = "auto" if dtype == "auto" else parse_dtype(dtype)
+        path = str(Path(path).expanduser()) if Path(path).expanduser().exists() else str(path)
+        try:
+            config = AutoConfig.from_pretrained(path)
+            check_rollback(config, MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None))
+            tokenizer = AutoTokenizer.from_pretrained(path)
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=chosen_dtype)
+        except UserError:
+            raise
+        except (OSError, ValueError, KeyError) as error:
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            raise UserError(f"cannot load the target {path}: {reason[0]}") from error
+        torch.nn.Module.to(model, chosen_device)
+        return cls(model, tokenizer)
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    @property
+    def hidden_size(self) -> int:
+        return self.config.hidden_size
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._layers)
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the LM head, which may exceed the tokenizer's vocabulary."""
+        return self.model.get_output_embeddings().weight.shape[0]
+
+    @property
+    def context_length(self) -> int | None:
+        return getattr(self.config, "max_position_embeddings", None)
+
+    @property
+    def end_token_ids(self) -> frozenset[int]:
+        """Every id that ends a generation: the generation config's and the tokenizer's."""
+        ids: set[int] = set()
+        for source in (self.model.generation_config, self.tokenizer):
+            named = getattr(source, "eos_token_id", None)
+            ids.update([named] if isinstance(named, int) else named or ())
+        return frozenset(ids)
+
+    def embed(self, token_ids: Tensor) -> Tensor:  # [...] -> [..., H]
+        """The target's input embeddings, shared with the drafter."""
+        return self.model.get_input_embeddings()(token_ids)
+
+    def lm_head(self, hidden: Tensor) -> Tensor:  # [..., H] -> [..., V]
+        """The target's LM head (tied or not), shared with the drafter; takes the drafter's dtype too."""
+        head = self.model.get_output_embeddings()
+        return head(hidden.to(head.weight.dtype))
+
+    @torch.no_grad()
+    def forward(
+        self,
+        token_ids: Tensor,  # [B, Q]
+        cache: TargetCache,
+        *,
+        layer_ids: Sequence[int] = (),
+        positions: Tensor | None = None,  # [B, Q], default consecutive
+        visible: Tensor | None = None,  # [B, Q, Q] bool among the new tokens, default causal
+        last_only: bool = False,
+    ) -> TargetOutput:
+        """Append Q tokens to `cache`; logits of all of them or the last, features of the layers asked for."""
+        if positions is None:
+            positions = torch.arange(cache.length, cache.length + token_ids.shape[1], device=token_ids.device)[None]
+        mask = None if visible is None else self._attention_mask(visible, positions, cache.length)
+        with self._captured(layer_ids) as features:
+            output = self.model(
+                input_ids=token_ids,
+                position_ids=positions,
+                attention_mask=mask,
+                use_cache=True,
+                logits_to_keep=1 if last_only else 0,
+                **{self._cache_argument: cache},
+            )
+        gathered = torch.cat([features[layer] for layer in layer_ids], dim=-1) if layer_ids else None
+        return TargetOutput(output.logits, gathered)
+
+    def logits_at(self, token_ids: Sequence[int]) -> Tensor:  # [V]
+        """Logits of the token that follows `token_ids`, from one forward without history."""
+        ids = torch.tensor([list(token_ids)], device=self.device)
+        return self.forward(ids, TargetCache(len(token_ids)), last_only=True).logits[0, -1]
+
+    @property
+    def _attention(self) -> str:
+        return self.model.config._attn_implementation
+
+    @contextmanager
+    def _captured(self, layer_ids: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+        """Collect the outputs of the wanted layers; the last layer's is taken after the final norm, as the published
+        drafters were trained on `output_hidden_states`."""
+        features: dict[int, Tensor] = {}
+
+        def hook(layer: int) -> Any:
+            def keep(module: nn.Module, inputs: Any, output: Any) -> None:
+                features[layer] = (output[0] if isinstance(output, tuple) else output).to(self.device)
+
+            return keep
+
+        last = self.num_layers - 1
+        handles = [
+            (self._norm if layer == last else self._layers[layer]).register_forward_hook(hook(layer))
+            for layer in layer_ids
+        ]
+        try:
+            yield features
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _attention_mask(self, visible: Tensor, positions: Tensor, past: int) -> Tensor | dict[str, Tensor]:
+        """The 4-D mask, one a layer kind, over `past` committed tokens and the new ones."""
+        kinds = _layer_kinds(self.config)
+        masks = {
+            kind: self._as_mask(_windowed(visible, positions, past, self.config.sliding_window if sliding else None))
+            for kind, sliding in kinds.items()
+        }
+        # Models with layers of several kinds take a mask a kind; the others take the mask itself.
+        wants_mapping = "sliding_attention" in (getattr(self.config, "layer_types", None) or ())
+        return masks if wants_mapping else next(iter(masks.values()))
+
+    def _as_mask(self, visible: Tensor) -> Tensor:  # [B, Q, P + Q] bool -> [B, 1, Q, P + Q]
+        if self._attention == "sdpa":
+            return visible[:, None]
+        # Eager attention adds the mask to its scores: a bool mask would be silently wrong there.
+        additive = torch.zeros(visible.shape, dtype=self.dtype, device=visible.device)
+        return additive.masked_fill(~visible, torch.finfo(self.dtype).min)[:, None]
+
+
+def check_rollback(config: PretrainedConfig, model_class: Any) -> None:
+    """Refuse targets whose state cannot be rolled back to an accepted prefix. Raises UserError naming the reason."""
+    text_config = config.get_text_config()
+    name = text_config.model_type
+    if model_class is None:
+        raise UserError(f"the target must be a causal language model, got a {name} configuration")
+    if config.is_encoder_decoder:
+        raise UserError(f"{name} is an encoder-decoder; the target must be a decoder-only language model")
+    foreign = set(getattr(text_config, "layer_types", None) or ()) - ROLLBACK_LAYER_TYPES
+    if foreign:
+        raise UserError(f"{name} has {', '.join(sorted(foreign))} layers, whose state cannot be rolled back")
+    if getattr(model_class, "_is_stateful", False):
+        raise UserError(f"{name} keeps a recurrent state, which cannot be rolled back to an accepted prefix")
+
+
+def _decoder_parts(model: PreTrainedModel) -> tuple[nn.ModuleList, nn.Module]:
+    decoder = model.get_decoder()
+    layers = next((getattr(decoder, name) for name in LAYER_LISTS if hasattr(decoder, name)), None)
+    norm = next((getattr(decoder, name) for name in FINAL_NORMS if hasattr(decoder, name)), None)
+    if layers is None or norm is None:
+        raise UserError(f"cannot find the decoder layers and final norm of {type(model).__name__}: unsupported target")
+    return layers, norm
+
+
+def _layer_kinds(config: PretrainedConfig) -> dict[str, bool]:
+    """Kinds of attention layer in the target, each with whether it slides."""
+    types = getattr(config, "layer_types", None)
+    if types:
+        return {kind: kind == "sliding_attention" for kind in sorted(set(types))}
+    return {"attention": getattr(config, "sliding_window", None) is not None}
+
+
+def _windowed(
+    visible: Tensor,  # [B, Q, Q]
+    positions: Tensor,  # [B, Q]
+    past: int,
+    window: int | None,
+) -> Tensor:  # [B, Q, P + Q]
+    history = visible.new_ones(*visible.shape[:2], past)
+    everything = torch.cat([history, visible], dim=-1)
+    if window is None:
+        return everything
+    past_positions = torch.arange(past, device=positions.device).expand(positions.shape[0], -1)
+    key_positions = torch.cat([past_positions, positions.expand(positions.shape[0], -1)], dim=-1)
+    return everything & (positions[..., None] - key_positions[:, None] < window)
