@@ -72,12 +72,19 @@ class Target:
             config = AutoConfig.from_pretrained(path)
             check_rollback(config, MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None))
             tokenizer = AutoTokenizer.from_pretrained(path)
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=chosen_dtype)
+            loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=chosen_dtype, output_loading_info=True)
         except UserError:
             raise
         except (OSError, ValueError, KeyError) as error:
             reason = str(error).strip().splitlines() or [type(error).__name__]
             raise UserError(f"cannot load the target {path}: {reason[0]}") from error
+        model, report = loaded
+        missing = sorted(report["missing_keys"])
+        if missing:
+            # transformers would draw them at random.
+            raise UserError(
+                f"{path} holds no complete {config.model_type} model: {missing[0]} is missing, of {len(missing)} in all"
+            )
         torch.nn.Module.to(model, chosen_device)
         return cls(model, tokenizer)
 
@@ -150,6 +157,13 @@ class Target:
             )
         gathered = torch.cat([features[layer] for layer in layer_ids], dim=-1) if layer_ids else None
         return TargetOutput(output.logits, gathered)
+
+    @torch.no_grad()
+    def features(self, token_ids: Tensor, layer_ids: Sequence[int]) -> Tensor:  # [B, S] -> [B, S, F]
+        """Features of whole sequences, padded on the right: no cache is kept and no logits are formed."""
+        with self._captured(layer_ids) as features:
+            self.model.get_decoder()(input_ids=token_ids, use_cache=False)
+        return torch.cat([features[layer] for layer in layer_ids], dim=-1)
 
     def logits_at(self, token_ids: Sequence[int]) -> Tensor:  # [V]
         """Logits of the token that follows `token_ids`, from one forward without history."""

@@ -12,6 +12,7 @@ from typing import Protocol, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding
 
 from .config import DraftConfig
@@ -96,6 +97,7 @@ class DFlashBackbone(nn.Module):
         self.layers = nn.ModuleList(DraftLayer(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = self.rotary(config)
+        self.gradient_checkpointing = False  # recompute each layer in the backward pass instead of storing it
 
     @staticmethod
     def rotary(config: DraftConfig) -> Qwen3RotaryEmbedding:
@@ -121,7 +123,10 @@ class DFlashBackbone(nn.Module):
         hidden = block_embeds.to(self.fc.weight.dtype)
         rotation = self.rotary_emb(hidden, positions)
         for layer, mask in zip(self.layers, masks, strict=True):
-            hidden = layer(hidden, rotation, context, mask)
+            if self.gradient_checkpointing and torch.is_grad_enabled():
+                hidden = checkpoint(layer, hidden, rotation, context, mask, use_reentrant=False)
+            else:
+                hidden = layer(hidden, rotation, context, mask)
         return self.norm(hidden)
 
 

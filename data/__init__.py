@@ -1,0 +1,1 @@
+"""Prompts, answers and the small embedded target: what training and inference read."""
