@@ -1,0 +1,1 @@
+"""Commands that generate with a target and a drafter."""
