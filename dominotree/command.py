@@ -64,30 +64,35 @@ def compose_config(command: Command[T], argv: Sequence[str]) -> T:
 
 
 def run_command(command: Command[T], run: Callable[[T], int], argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code.
-
-    0 is success, 1 the machine's refusal (a full disk, memory), 2 something the user can put right, 130 Ctrl-C.
-    Errors are one line on standard error, with a traceback before it only under `debug=true`.
-    """
-    argv = list(sys.argv[1:] if argv is None else argv)
-    if {"--help", "-h"} & set(argv):
+    """Run a command with the settings that `argv` gives and return its exit code, see `reporting`."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if {"--help", "-h"} & set(words):
         print(help_text(command))
         return 0
+    return reporting(lambda: run(compose_config(command, words)), debug="debug=true" in [w.lower() for w in words])
+
+
+def reporting(run: Callable[[], int], *, debug: bool = False) -> int:
+    """Call `run` and return its exit code, turning what stops it into one line on standard error.
+
+    0 is success, 1 the machine's refusal (a full disk, memory), 2 something the user can put right, 130 Ctrl-C, 141 a
+    reader of standard output that has gone. `debug` shows a traceback before the line.
+    """
     try:
-        return run(compose_config(command, argv))
+        return run()
     except UserError as error:
-        return _report(str(error), 2, argv)
+        return _report(str(error), 2, debug)
     except BrokenPipeError:
         _drop_output()  # whoever read standard output has seen enough
         return 141
     except OSError as error:
         _drop_output()
         where = f": {error.filename}" if error.filename else ""
-        return _report(f"{error.strerror or error}{where}", 1, argv)
+        return _report(f"{error.strerror or error}{where}", 1, debug)
     except MemoryError:
-        return _report("out of memory; a smaller model, a shorter prompt or dtype=bfloat16 needs less", 1, argv)
+        return _report("out of memory; a smaller model, a shorter prompt or dtype=bfloat16 needs less", 1, debug)
     except KeyboardInterrupt:
-        return _report("interrupted", 130, argv)
+        return _report("interrupted", 130, debug)
 
 
 def help_text(command: Command[Any]) -> str:
@@ -192,9 +197,9 @@ def _place(command: Command[Any], values: dict[str, Any], key: str, value: Any, 
     level[name] = value
 
 
-def _report(message: str, code: int, argv: Sequence[str]) -> int:
+def _report(message: str, code: int, debug: bool) -> int:
     """One line on standard error."""
-    if "debug=true" in [word.lower() for word in argv]:
+    if debug:
         traceback.print_exc()
     line = " ".join(part.strip() for part in message.splitlines() if part.strip())
     print(f"error: {line}" if code != 130 else line, file=sys.stderr)

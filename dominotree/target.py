@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -30,6 +31,7 @@ from .errors import UserError
 
 LAYER_LISTS = ("layers", "h")
 FINAL_NORMS = ("norm", "final_layer_norm", "final_layernorm", "ln_f")
+POSITIONS_BY_MASK = {"bloom", "mpt"}
 ROLLBACK_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
@@ -46,7 +48,7 @@ class Target:
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
-        check_rollback(model.config, type(model))
+        check_servable(model.config, type(model))
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.config = model.config.get_text_config()
@@ -70,12 +72,12 @@ class Target:
         path = str(Path(path).expanduser()) if Path(path).expanduser().exists() else str(path)
         try:
             config = AutoConfig.from_pretrained(path)
-            check_rollback(config, MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None))
+            check_servable(config, MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None))
             tokenizer = AutoTokenizer.from_pretrained(path)
             loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=chosen_dtype, output_loading_info=True)
         except UserError:
             raise
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
             reason = str(error).strip().splitlines() or [type(error).__name__]
             raise UserError(f"cannot load the target {path}: {reason[0]}") from error
         model, report = loaded
@@ -216,8 +218,11 @@ class Target:
         return additive.masked_fill(~visible, torch.finfo(self.dtype).min)[:, None]
 
 
-def check_rollback(config: PretrainedConfig, model_class: Any) -> None:
-    """Refuse targets whose state cannot be rolled back to an accepted prefix. Raises UserError naming the reason."""
+def check_servable(config: PretrainedConfig, model_class: Any) -> None:
+    """Refuse targets that cannot verify a tree, or cannot be rolled back to the accepted part of one.
+
+    Raises UserError naming the model and the reason.
+    """
     text_config = config.get_text_config()
     name = text_config.model_type
     if model_class is None:
@@ -229,6 +234,10 @@ def check_rollback(config: PretrainedConfig, model_class: Any) -> None:
         raise UserError(f"{name} has {', '.join(sorted(foreign))} layers, whose state cannot be rolled back")
     if getattr(model_class, "_is_stateful", False):
         raise UserError(f"{name} keeps a recurrent state, which cannot be rolled back to an accepted prefix")
+    if name in POSITIONS_BY_MASK or getattr(text_config, "alibi", False):
+        raise UserError(f"{name} takes positions from its attention mask (ALiBi), so it cannot verify a tree")
+    if any("local" in str(kind) for kind in getattr(text_config, "attention_types", None) or ()):
+        raise UserError(f"{name} has local layers that window by place, not by position, so it cannot verify a tree")
 
 
 def _decoder_parts(model: PreTrainedModel) -> tuple[nn.ModuleList, nn.Module]:

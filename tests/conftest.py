@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import strategies as st
+from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -19,10 +24,16 @@ from transformers import (
     Qwen3Config,
 )
 
+from dominotree.decode.cache import DraftCache
+from dominotree.decode.generation import Generation
+from dominotree.decode.loop import decode_rounds
+from dominotree.decode.methods import Method
 from dominotree.draft.config import DraftConfig, HeadConfig
 from dominotree.draft.fresh import fresh_draft
 from dominotree.draft.model import DraftModel, initialize
 from dominotree.target import Target
+from dominotree.tree.children import Proposal
+from dominotree.tree.nodes import DraftTree
 
 REFERENCE = Path(__file__).resolve().parents[2] / "shared" / "reference"
 
@@ -137,3 +148,81 @@ def reference_expected(reference: Path) -> dict[str, Any]:
 @pytest.fixture(scope="session")
 def reference_target(reference: Path) -> Target:
     return Target.load(reference / "target")
+
+
+def draft_block(target: Target, draft: DraftModel, features: Tensor, root_id: int) -> Proposal:  # features [1, S, F]
+    """One drafted block behind S context positions, as a builder sees it."""
+    context = DraftCache(draft.backbone, reserve=64)
+    context.append(features)
+    root = torch.tensor([root_id])
+    with torch.no_grad():
+        hidden = draft.draft_hidden(root, torch.tensor([context.length]), target.embed, context, context.length)
+        base_logits = target.lm_head(hidden)
+    return Proposal(root[0], hidden[0], base_logits[0], draft.head, draft.config.uncorrected_length, target.embed)
+
+
+@dataclass(frozen=True)
+class Guided(Method):
+    """`inner` on base logits that force the tokens `wanted(K)` of the K slots: right or wrong drafts at will."""
+
+    name = "guided"
+    inner: Method
+    wanted: Callable[[int], Sequence[int]]
+
+    def build(self, proposal: Proposal) -> DraftTree:
+        tokens = torch.tensor(self.wanted(len(proposal.hidden)))
+        forced = proposal.base_logits.scatter_add(1, tokens[:, None], torch.full((len(tokens), 1), 1e4))
+        return self.inner.build(dataclasses.replace(proposal, base_logits=forced))
+
+
+def decode_guided(
+    target: Target,
+    draft: DraftModel,
+    method: Method,
+    prompt: list[int],
+    truth: list[int],
+    right: Callable[[int], int],
+    **options: Any,
+) -> Generation:
+    """Decode with drafts whose first `right(round)` tokens are those of `truth`, the known output, and no others."""
+    produced = Generation("guided")
+
+    def wanted(count: int) -> list[int]:
+        known = truth[len(produced.token_ids) :][:count]
+        known += [0] * (count - len(known))
+        good = right(len(produced.accepted_lengths))
+        return [(token + (slot >= good)) % target.vocab_size for slot, token in enumerate(known)]
+
+    for round_ in decode_rounds(target, draft, Guided(method, wanted), prompt, **options):
+        produced.add(round_)
+    return produced
+
+
+@dataclass(frozen=True)
+class RandomTree:
+    """One tree as lists, parents before children."""
+
+    token_ids: list[int]
+    parents: list[int]
+
+    def arrays(self, size: int | None = None) -> DraftTree:
+        """B = 1, padded to `size` nodes."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append((depths[parent] if parent >= 0 else 0) + 1)
+        padding = (size or len(depths)) - len(depths)
+        lists = (self.token_ids + [0] * padding, self.parents + [-1] * padding, depths + [0] * padding)
+        return DraftTree(*(torch.tensor([values], dtype=torch.int64) for values in lists), None)
+
+
+@st.composite
+def random_trees(draw: st.DrawFn, max_size: int, vocab_size: int = 50) -> RandomTree:
+    """Any shape, siblings of different tokens."""
+    token_ids: list[int] = []
+    parents: list[int] = []
+    for _ in range(draw(st.integers(0, max_size))):
+        parent, token = draw(st.integers(-1, len(parents) - 1)), draw(st.integers(0, vocab_size - 1))
+        if (parent, token) not in zip(parents, token_ids, strict=True):
+            parents.append(parent)
+            token_ids.append(token)
+    return RandomTree(token_ids, parents)

@@ -7,6 +7,7 @@ concatenated, D head dimension.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol, cast
 
 import torch
@@ -36,6 +37,19 @@ class FixedContext:
     def with_block(self, layer: int, keys: Tensor, values: Tensor) -> KeysValues:
         context_keys, context_values = self.layers[layer]
         return torch.cat([context_keys, keys], dim=2), torch.cat([context_values, values], dim=2)
+
+
+class ExactRotaryEmbedding(Qwen3RotaryEmbedding):
+    """Rotary tables whose frequencies stay in float32 when the model is cast: in half precision the angles of far
+    positions would be off by whole turns. (transformers recomputes the tables of classes named *RotaryEmbedding when it
+    loads a model, which remote code relies on.)"""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ExactRotaryEmbedding:
+        frequencies = {name: buffer for name, buffer in self.named_buffers() if not buffer.is_meta}
+        super()._apply(fn, recurse)
+        for name, exact in frequencies.items():
+            setattr(self, name, exact.to(getattr(self, name).device))
+        return self
 
 
 class DraftAttention(nn.Module):
@@ -96,12 +110,8 @@ class DFlashBackbone(nn.Module):
         self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList(DraftLayer(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.rotary_emb = self.rotary(config)
+        self.rotary_emb = ExactRotaryEmbedding(config.to_qwen3())
         self.gradient_checkpointing = False  # recompute each layer in the backward pass instead of storing it
-
-    @staticmethod
-    def rotary(config: DraftConfig) -> Qwen3RotaryEmbedding:
-        return Qwen3RotaryEmbedding(config.to_qwen3())
 
     def project_context(
         self,

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from ..dtypes import parse_dtype
 from ..errors import UserError
-from .backbone import DFlashBackbone
-from .config import DraftConfig, parse_config, render_config
+from .backbone import ExactRotaryEmbedding
+from .config import DraftConfig
+from .layout import parse_config, render_config
 from .model import DraftModel
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 HEAD_MODULES = ("prefix_gru.", "embed_proj.")
 OLDER_PREFIXES = ("module.", "draft_model.", "model.", "logit_head.", "domino_head.")
-CODE_FILES = ("config.py", "masks.py", "backbone.py", "head.py", "model.py", "modeling_dflash.py")
+CODE_FILES = ("config.py", "layout.py", "masks.py", "backbone.py", "head.py", "model.py", "modeling_dflash.py")
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -51,7 +52,7 @@ def load_draft(
     _check_tensors(draft, tensors, directory)
     draft.load_state_dict(tensors, strict=True, assign=True)
     # The rotary tables are computed, not stored, so the ones made on the meta device hold nothing.
-    draft.backbone.rotary_emb = DFlashBackbone.rotary(config)
+    draft.backbone.rotary_emb = ExactRotaryEmbedding(config.to_qwen3())
     chosen = draft.dtype if dtype == "auto" else parse_dtype(dtype)
     return draft.to(device=device, dtype=chosen).eval().requires_grad_(False)
 
@@ -71,9 +72,20 @@ def save_draft(draft: DraftModel, path: str | Path) -> None:
         for name in CODE_FILES:
             shutil.copyfile(Path(__file__).with_name(name), fresh / name)
         save_torch_state_dict(published_state(draft), str(fresh))
-        if path.exists():
-            path.rename(Path(scratch) / "replaced")
+        _put_in_place(fresh, path, aside=Path(scratch) / "replaced")
+
+
+def _put_in_place(fresh: Path, path: Path, aside: Path) -> None:
+    """Rename `fresh` to `path`; what stood there is set aside first, and put back should that fail."""
+    if not path.exists():
         fresh.rename(path)
+        return
+    path.rename(aside)
+    try:
+        fresh.rename(path)
+    except OSError:
+        aside.rename(path)
+        raise
 
 
 def published_state(draft: DraftModel) -> dict[str, Tensor]:
@@ -126,8 +138,10 @@ def _read_config(directory: Path, shift_label: bool | None) -> DraftConfig:
 
 def _read_tensors(directory: Path) -> dict[str, Tensor]:
     if (directory / INDEX).is_file():
-        index = _read_json(directory / INDEX)
-        files = sorted({directory / name for name in index.get("weight_map", {}).values()})
+        weight_map = _read_json(directory / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise UserError(f"{directory / INDEX} must hold a weight_map from tensors to files, got {weight_map!r}")
+        files = sorted({directory / str(name) for name in weight_map.values()})
     else:
         files = [directory / WEIGHTS]
     tensors: dict[str, Tensor] = {}
@@ -135,9 +149,12 @@ def _read_tensors(directory: Path) -> dict[str, Tensor]:
         if not file.is_file():
             raise UserError(f"{directory} is no complete draft checkpoint: it has no {file.name}")
         try:
-            tensors |= load_file(file)
+            shard = load_file(file)
         except (SafetensorError, OSError) as error:
             raise UserError(f"{file} cannot be read, it may be cut short: {_first_line(error)}") from error
+        for key in tensors.keys() & shard.keys():
+            raise UserError(f"{directory} holds tensor {key} twice, in {file.name} and in an earlier shard")
+        tensors |= shard
     return tensors
 
 

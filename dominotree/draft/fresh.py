@@ -50,9 +50,15 @@ def fresh_draft(
         )
     except ValueError as error:
         raise UserError(f"cannot make a fresh drafter: {error}") from error
-    draft = DraftModel(config)
+    draft = skeleton(config)
     initialize(draft, torch.Generator().manual_seed(seed))
     return draft.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
+
+
+def skeleton(config: DraftConfig) -> DraftModel:
+    """A draft whose weights are to be set: torch draws them while it is made, which must not be felt elsewhere."""
+    with torch.random.fork_rng(devices=[]):
+        return DraftModel(config)
 
 
 def choose_mask_token(target: Target) -> int:

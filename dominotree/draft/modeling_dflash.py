@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config
 
 from .backbone import FixedContext
-from .config import parse_config
+from .layout import parse_config
 from .model import DraftModel, Embed, initialize
 
 
