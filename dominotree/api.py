@@ -87,6 +87,8 @@ def encode_prompt(target: Target, prompt: str | Messages, *, raw: bool = False, 
         if not isinstance(prompt, str) or system is not None:
             raise UserError("raw=true takes one text as it is: no chat messages and no system text")
         return encode_raw(target.tokenizer, prompt)
+    if prompt in ("", []):
+        raise UserError("the prompt is empty: give a text, or chat messages")
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     opening = [] if system is None else [{"role": "system", "content": system}]
     return encode_chat(target.tokenizer, opening + messages)

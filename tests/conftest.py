@@ -88,7 +88,7 @@ def make_draft(target: Target, **options: Any) -> DraftModel:
     with torch.no_grad():
         for weight in draft.parameters():
             if weight.dim() == 2:
-                weight.mul_(10.0)  # or the correction would be too weak to change any tree
+                weight.mul_(10.0)  # or all drafts would be alike, whatever they are made from
     return draft
 
 
@@ -205,14 +205,31 @@ class RandomTree:
     token_ids: list[int]
     parents: list[int]
 
-    def arrays(self, size: int | None = None) -> DraftTree:
-        """B = 1, padded to `size` nodes."""
+    @property
+    def depths(self) -> list[int]:
         depths: list[int] = []
         for parent in self.parents:
             depths.append((depths[parent] if parent >= 0 else 0) + 1)
-        padding = (size or len(depths)) - len(depths)
-        lists = (self.token_ids + [0] * padding, self.parents + [-1] * padding, depths + [0] * padding)
-        return DraftTree(*(torch.tensor([values], dtype=torch.int64) for values in lists), None)
+        return depths
+
+    def arrays(self) -> DraftTree:
+        return batch_of([self])
+
+
+def batch_of(trees: Sequence[RandomTree]) -> DraftTree:
+    """Trees of unequal size, padded to the largest."""
+    size = max(len(tree.parents) for tree in trees)
+
+    def padded(rows: list[list[int]], filler: int) -> Tensor:  # [B, N]
+        whole = [row + [filler] * (size - len(row)) for row in rows]
+        return torch.tensor(whole, dtype=torch.int64).view(len(trees), size)
+
+    return DraftTree(
+        padded([tree.token_ids for tree in trees], 0),
+        padded([tree.parents for tree in trees], -1),
+        padded([tree.depths for tree in trees], 0),
+        None,
+    )
 
 
 @st.composite

@@ -31,7 +31,7 @@ class Method:
     def __post_init__(self) -> None:
         for option, lowest in (("node_budget", 1), ("candidate_width", 0), ("node_topk", 1)):
             value = getattr(self, option, lowest)
-            if not isinstance(value, int) or value < lowest:
+            if not isinstance(value, int) or isinstance(value, bool) or value < lowest:
                 raise UserError(f"method.{option} must be an integer of at least {lowest}, got {value}")
 
     def build(self, proposal: Proposal) -> DraftTree:

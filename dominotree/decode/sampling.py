@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import LogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from ..errors import UserError
 
@@ -28,12 +28,12 @@ class Sampling:
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
             raise UserError(f"temperature must be 0 (greedy) or positive, got {self.temperature}")
-        if self.top_k < 0:
+        if not isinstance(self.top_k, int) or self.top_k < 0:
             raise UserError(f"top_k must be 0 (off) or positive, got {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p must lie above 0 and be at most 1 (off), got {self.top_p}")
-        if self.seed < 0:
-            raise UserError(f"seed must not be negative, got {self.seed}")
+        if not 0 <= self.seed < 2**64:
+            raise UserError(f"seed must lie in 0..2**64-1, got {self.seed}")
 
 
 class TokenPicker:
@@ -45,7 +45,8 @@ class TokenPicker:
     def __init__(self, sampling: Sampling, device: torch.device) -> None:
         self._greedy = sampling.temperature < GREEDY_BELOW
         self._generator = torch.Generator(device).manual_seed(sampling.seed)
-        self._warpers = LogitsProcessorList()
+        self._no_tokens = torch.empty(0, dtype=torch.int64)  # these warpers do not look at the tokens so far
+        self._warpers: list[LogitsProcessor] = []
         if not self._greedy:
             self._warpers.append(TemperatureLogitsWarper(float(sampling.temperature)))
             if sampling.top_k:
@@ -56,7 +57,8 @@ class TokenPicker:
     def pick(self, logits: Tensor) -> Tensor:  # [B, Q, V] -> [B, Q]
         if self._greedy:
             return logits.argmax(dim=-1)
-        # The warpers' first argument, the tokens so far, is of no use to these three.
-        scores = self._warpers(None, logits.flatten(0, 1).float())  # type: ignore[arg-type]
+        scores = logits.flatten(0, 1).float()
+        for warper in self._warpers:
+            scores = warper(self._no_tokens, scores)
         draws = torch.multinomial(scores.softmax(dim=-1), 1, generator=self._generator)
         return draws.view(logits.shape[:2])

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, Qwen3Config
 
 from .backbone import FixedContext
 from .layout import parse_config
-from .model import DraftModel, Embed, initialize
+from .model import DraftModel, Embed
 
 
 class DFlashDraftModel(PreTrainedModel):
@@ -33,11 +33,6 @@ class DFlashDraftModel(PreTrainedModel):
             self.add_module(name, module)
         object.__setattr__(self, "draft", draft)
         self.post_init()
-
-    def _init_weights(self, module: torch.nn.Module) -> None:
-        super()._init_weights(module)
-        if module is self:
-            initialize(self.draft, torch.Generator(self.device).manual_seed(torch.initial_seed()))
 
     @property
     def head(self) -> torch.nn.Module | None:
