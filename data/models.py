@@ -9,6 +9,7 @@ import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from dominotree.checked import at_least, one_of
 from dominotree.errors import UserError
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ class TargetChoice:
     dtype: str  # what `dtype=auto` means for this target
 
     def __post_init__(self) -> None:
-        _one_of("target.source", self.source, ("smollm2", "path"))
+        one_of("target.source", self.source, ("smollm2", "path"))
         _needs_path("target", self.source, self.path)
 
     def effective_dtype(self, dtype: str) -> str:
@@ -49,13 +50,13 @@ class DraftChoice:
     pure_draft_prefix_len: int = 1
 
     def __post_init__(self) -> None:
-        _one_of("draft.source", self.source, ("path", "fresh", "none"))
+        one_of("draft.source", self.source, ("path", "fresh", "none"))
         _needs_path("draft", self.source, self.path)
-        _at_least("draft.seed", self.seed, 0)
-        _at_least("draft.block_size", self.block_size, 2)
-        _at_least("draft.pure_draft_prefix_len", self.pure_draft_prefix_len, 0)
+        at_least("draft.seed", self.seed, 0)
+        at_least("draft.block_size", self.block_size, 2)
+        at_least("draft.pure_draft_prefix_len", self.pure_draft_prefix_len, 0)
         for name in ("num_layers", "num_features", "gru_hidden_dim", "emb_dim"):
-            _at_least(f"draft.{name}", getattr(self, name), 1)
+            at_least(f"draft.{name}", getattr(self, name), 1)
 
 
 def target_path(choice: TargetChoice) -> str:
@@ -109,16 +110,6 @@ def quiet_libraries() -> None:
     warnings.simplefilter("ignore")
 
 
-def _one_of(key: str, value: str, options: tuple[str, ...]) -> None:
-    if value not in options:
-        raise UserError(f"{key} must be one of {', '.join(options)}, got {value}")
-
-
 def _needs_path(group: str, source: str, path: str | None) -> None:
     if source == "path" and not path:
         raise UserError(f"{group}.path must be a directory or a hub id, got {path!r}; write {group}=PATH")
-
-
-def _at_least(key: str, value: int, lowest: int) -> None:
-    if value < lowest:
-        raise UserError(f"{key} must be at least {lowest}, got {value}")

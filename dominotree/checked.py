@@ -46,6 +46,18 @@ def unknown_key(key: str, known: typing.Iterable[str]) -> UserError:
     return UserError(f"there is no key {key}; {hint}")
 
 
+def one_of(key: str, value: str, options: typing.Sequence[str]) -> None:
+    """Raises UserError unless `value` is one of `options`."""
+    if value not in options:
+        raise UserError(f"{key} must be one of {', '.join(options)}, got {value}")
+
+
+def at_least(key: str, value: float, lowest: float) -> None:
+    """Raises UserError unless `value` is `lowest` or more."""
+    if value < lowest:
+        raise UserError(f"{key} must be at least {lowest}, got {value}")
+
+
 def _convert(hint: Any, value: Any, key: str) -> Any:
     """`value` as the type `hint`: a dataclass, a plain type, `tuple[X, ...]`, `dict[str, X]`; any of them or None."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from data.models import DraftChoice, TargetChoice
+from dominotree.checked import at_least
 from dominotree.decode.stopping import check_stop_strings
 from dominotree.errors import UserError
 
@@ -55,7 +56,7 @@ class GenerateConfig:
     def __post_init__(self) -> None:
         self._check_prompt()
         self._check_combinations()
-        _at_least("max_new_tokens", self.max_new_tokens, 0)
+        at_least("max_new_tokens", self.max_new_tokens, 0)
         check_stop_strings(self.stop)
         for name, texts in (("system", [self.system]), ("stop", self.stop)):
             for text in texts:
@@ -88,11 +89,6 @@ class GenerateConfig:
             raise UserError("compare=true compares a method with plain decoding, and method=ar is plain decoding")
         if self.output == "":
             raise UserError("output= needs a file name, got none")
-
-
-def _at_least(key: str, value: int, lowest: int) -> None:
-    if value < lowest:
-        raise UserError(f"{key} must be at least {lowest}, got {value}")
 
 
 def _check_unicode(key: str, text: str) -> None:

@@ -1,0 +1,276 @@
+"""Training as a user runs it, on models so small that an update takes milliseconds."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_chat import byte_tokenizer, save_tiny_models
+
+from dominotree.draft.checkpoint import load_draft
+from infer.generate import main as generate
+from train import checkpoints
+from train.main import main as train
+from train.tracking import Tracker
+
+REPO = Path(__file__).resolve().parents[1]
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% if m.role == 'assistant' %}<|end|>{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+PEOPLE = ["Ada", "Bob", "Cleo", "Dora", "Emil", "Finn", "Gus", "Hal", "Ida", "Jo", "Kim", "Lea"]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models, and a data directory of a dozen short conversations."""
+    folder = tmp_path_factory.mktemp("training")
+    save_tiny_models(folder)
+    byte_tokenizer(TEMPLATE).save_pretrained(folder / "target")
+    (folder / "data").mkdir()
+    with (folder / "data" / "conversations.jsonl").open("w", encoding="utf-8") as file:
+        for index, name in enumerate(PEOPLE):
+            messages = [
+                {"role": "user", "content": f"Who is {name}?"},
+                {"role": "assistant", "content": f"{name} is the {index}th friend of {PEOPLE[index - 1]}."},
+            ]
+            file.write(json.dumps({"id": index, "messages": messages, "source": "test"}) + "\n")
+    return folder
+
+
+def words(home: Path, output: Path, *more: str) -> list[str]:
+    """A run of six updates of four samples; later words win."""
+    given = [
+        f"target={home / 'target'}",
+        f"draft={home / 'dflash_draft'}",
+        f"data_dir={home / 'data'}",
+        f"output={output}",
+        "head.gru_hidden_dim=12",
+        "head.emb_dim=8",
+        "max_length=80",
+        "num_anchors=4",
+        "optim.epochs=null",
+        "optim.updates=6",
+        "optim.batch_size=4",
+        "optim.micro_batch_size=4",
+        "optim.learning_rate=0.01",
+        "checkpoint_every=3",
+        "validation.every=6",
+        "validation.samples=2",
+        "validation.max_new_tokens=6",
+        "device=cpu",
+        *more,
+    ]
+    return list({word.partition("=")[0]: word for word in given}.values())
+
+
+def records(output: Path) -> list[dict[str, Any]]:
+    lines = (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def losses(output: Path) -> list[float]:
+    return [record["loss"] for record in records(output) if "loss" in record]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_draft(folder).state_dict()
+
+
+def test_the_head_is_trained_on_a_frozen_backbone_and_generate_reads_it(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(words(home, tmp_path / "run")) == 0
+    before, after = weights(home / "dflash_draft"), weights(tmp_path / "run" / "last")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert any(name.startswith("head.") for name in after)
+    trace = [record for record in records(tmp_path / "run") if "loss" in record]
+    assert [record["lambda"] for record in trace] == pytest.approx([5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6, 0])
+    final = [record["final_loss"] for record in trace]
+    assert final[-1] < final[0]
+    last = records(tmp_path / "run")[-1]
+    assert {"tau/dflash", "tau/ddtree", "tau/domino", "tau/dominotree", "accepted/domino/1"} <= last.keys()
+    assert last["tau/domino"] >= 1
+    provenance = json.loads((tmp_path / "run" / "last" / "provenance.json").read_text(encoding="utf-8"))
+    assert provenance["update"] == 6 and provenance["config"]["stage"] == "domino"
+    assert provenance["versions"]["torch"] and provenance["data_fingerprint"]
+    capsys.readouterr()
+    asked = [f"target={home / 'target'}", f"draft={tmp_path / 'run' / 'best'}", "prompt=Who is Ada?", "compare=true"]
+    assert generate([*asked, "max_new_tokens=12"]) == 0
+    assert "tokens identical (12 of 12)" in capsys.readouterr().err
+
+
+def test_backbone_and_head_are_trained_together_and_a_backbone_alone(home: Path, tmp_path: Path) -> None:
+    together = words(home, tmp_path / "both", "backbone=trained", "gradient_checkpointing=true")
+    assert train(together) == 0
+    assert not torch.equal(
+        weights(home / "dflash_draft")["backbone.fc.weight"], weights(tmp_path / "both" / "last")["backbone.fc.weight"]
+    )
+    alone = words(home, tmp_path / "alone", "stage=dflash", "backbone=trained", "draft=fresh", "draft.num_features=3")
+    assert train(alone) == 0
+    assert load_draft(tmp_path / "alone" / "last").head is None
+    assert losses(tmp_path / "alone")[-1] < losses(tmp_path / "alone")[0]
+
+
+def test_gradient_checkpointing_changes_no_loss(home: Path, tmp_path: Path) -> None:
+    for name in ("true", "false"):
+        assert train(words(home, tmp_path / name, "backbone=trained", f"gradient_checkpointing={name}")) == 0
+    assert losses(tmp_path / "true") == pytest.approx(losses(tmp_path / "false"), rel=1e-6)
+
+
+def test_a_run_that_was_stopped_goes_on_bit_for_bit(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert train(words(home, tmp_path / "whole", "backbone=trained")) == 0
+    with monkeypatch.context() as patch:
+        log = Tracker.log
+
+        def stop_at_five(self: Tracker, update: int, record: dict[str, float]) -> None:
+            if update == 5:
+                raise KeyboardInterrupt
+            log(self, update, record)
+
+        patch.setattr(Tracker, "log", stop_at_five)
+        assert train(words(home, tmp_path / "halted", "backbone=trained")) == 130
+    assert train(words(home, tmp_path / "halted", "backbone=trained")) == 0
+    by_update = {record["update"]: record["loss"] for record in records(tmp_path / "halted") if "loss" in record}
+    assert [by_update[update] for update in range(1, 7)] == losses(tmp_path / "whole")
+    ours, theirs = weights(tmp_path / "halted" / "last"), weights(tmp_path / "whole" / "last")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_micro_batches_change_nothing_but_the_memory(home: Path, tmp_path: Path) -> None:
+    for size in (1, 4):
+        assert train(words(home, tmp_path / str(size), f"optim.micro_batch_size={size}")) == 0
+    one, four = records(tmp_path / "1"), records(tmp_path / "4")
+    assert [r["loss"] for r in one[:6]] == pytest.approx([r["loss"] for r in four[:6]], rel=1e-4)
+    assert [r["lambda"] for r in one[:6]] == [r["lambda"] for r in four[:6]]
+
+
+def test_without_a_prefix_the_gru_stays_silent(home: Path, tmp_path: Path) -> None:
+    assert train(words(home, tmp_path / "run", "correction=hidden_only")) == 0
+    after = weights(tmp_path / "run" / "last")
+    assert not any(after[name].any() for name in after if "prefix_gru" in name)
+    assert after["head.embed_proj.2.weight"].any()
+
+
+def test_the_ablations_train(home: Path, tmp_path: Path) -> None:
+    for name in ("no_curriculum", "training_time_test"):
+        assert train(words(home, tmp_path / name, f"experiment={name}")) == 0
+    assert all(record["lambda"] == 0 for record in records(tmp_path / "no_curriculum") if "lambda" in record)
+    assert losses(tmp_path / "no_curriculum") != losses(tmp_path / "training_time_test")
+
+
+def test_a_loss_over_the_frequent_tokens_still_learns(home: Path, tmp_path: Path) -> None:
+    assert train(words(home, tmp_path / "run", "vocab_subset=20", "optim.updates=15", "backbone=trained")) == 0
+    trace = losses(tmp_path / "run")
+    assert sum(trace[-3:]) < sum(trace[:3])
+
+
+def test_only_the_newest_checkpoints_are_kept(home: Path, tmp_path: Path) -> None:
+    assert train(words(home, tmp_path / "run", "checkpoint_every=1", "keep_last=2")) == 0
+    kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert kept == ["update-00000005", "update-00000006"]
+
+
+def test_a_full_disk_leaves_the_checkpoint_before_whole(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save: Any = checkpoints.save_draft
+    calls: list[Path] = []
+
+    def fill_up(draft: Any, path: Path) -> None:
+        calls.append(path)
+        if len(calls) > 2:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        save(draft, path)
+
+    monkeypatch.setattr(checkpoints, "save_draft", fill_up)
+    assert train(words(home, tmp_path / "run", "checkpoint_every=2")) == 1
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert lines[-1].startswith("error: No space left on device") and "Traceback" not in "\n".join(lines)
+    kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("update-*"))
+    assert kept == ["update-00000002"]
+    assert load_draft(tmp_path / "run" / "checkpoints" / "update-00000002" / "draft").head is not None
+
+
+@pytest.mark.parametrize(
+    ("more", "parts"),
+    [
+        (["draft=fresh"], ["backbone=frozen", "draft=fresh"]),
+        (["stage=dflash"], ["stage=dflash", "backbone=frozen"]),
+        (["stage=both"], ["stage", "both"]),
+        (["optim.learning_rate=0"], ["optim.learning_rate", "0"]),
+        (["optim.epochs=2"], ["optim.updates or optim.epochs"]),
+        (["optim.lr=1"], ["optim=adamw has no lr"]),
+        (["+typo=1"], ["typo"]),
+        (["lambda_start=1.5"], ["lambda_start", "1.5"]),
+        (["validation.samples=12"], ["12 samples are too few"]),
+        (["max_length=8"], ["too_long 12"]),
+        (["data_dir=nowhere"], ["nowhere"]),
+        (["features=cached"], ["features"]),
+        (["draft=DIR/other_draft"], ["does not fit"]),
+        (["target=DIR/base"], ["chat template"]),
+    ],
+)
+def test_a_mistake_is_one_line(
+    more: list[str], parts: list[str], home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = words(home, tmp_path / "run", *(word.replace("DIR", str(home)) for word in more))
+    assert train(given) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and all(part in lines[0] for part in parts)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_a_run_directory_of_another_recipe_is_refused(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(words(home, tmp_path / "run")) == 0
+    assert train(words(home, tmp_path / "run", "seed=7")) == 2
+    assert "seed=42" in capsys.readouterr().err
+    assert train(words(home, tmp_path / "run", "resume=never")) == 2
+    assert "holds a run already" in capsys.readouterr().err
+
+
+def test_weights_and_biases_offline_continues_the_same_run(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    pytest.importorskip("wandb")
+    for _ in range(2):
+        assert train(words(home, tmp_path / "run", "tracking.wandb=offline")) == 0
+    stored = (tmp_path / "run" / "wandb_run_id").read_text(encoding="utf-8").strip()
+    runs = list((tmp_path / "run" / "wandb").glob("offline-run-*"))
+    assert runs and all(run.name.endswith(stored) for run in runs)
+    assert (tmp_path / "run" / "acceptance.png").stat().st_size > 1000
+
+
+def test_two_processes_train_as_one_does(home: Path, tmp_path: Path) -> None:
+    # Three samples an update: one process has one fewer, and in its second step none at all.
+    shape = ["optim.batch_size=3", "optim.micro_batch_size=1"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
+    launch += ["--config_file", str(REPO / "conf" / "accelerate" / "ddp.yaml"), "--num_processes", "2"]
+    launch += ["--main_process_port", str(port), str(REPO / "train" / "main.py")]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(REPO)}
+    done = subprocess.run(
+        [*launch, *words(home, tmp_path / "two", *shape)], env=env, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert train(words(home, tmp_path / "one", *shape)) == 0
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
+    ours, theirs = weights(tmp_path / "two" / "last"), weights(tmp_path / "one" / "last")
+    for name in theirs:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-3, atol=1e-4)
+    assert records(tmp_path / "two")[-1]["tau/domino"] == pytest.approx(records(tmp_path / "one")[-1]["tau/domino"])

@@ -1,0 +1,50 @@
+"""Train a drafter: the Domino head on a given backbone, both together, or a DFlash backbone.
+
+accelerate launch train/main.py data_dir=runs/data draft=runs/backbone/last
+accelerate launch --config_file conf/accelerate/ddp.yaml train/main.py experiment=qwen3_8b_domino data_dir=…
+python -m train.main stage=dflash backbone=trained draft=fresh data_dir=runs/data
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from dominotree.command import Command, run_command
+from train.config import TrainConfig
+
+USAGE = """accelerate launch train/main.py KEY=VALUE...
+
+Trains a drafter on a data directory written by python -m data.prepare. What it writes, python -m infer.generate
+reads."""
+
+TRAIN = Command(
+    name="train",
+    config=TrainConfig,
+    usage=USAGE,
+    free_text=("data_dir", "output", "tracking.name", "tracking.project"),
+    models=("target", "draft"),
+)
+
+
+def train(config: TrainConfig) -> int:
+    """Assemble the run and carry it out; returns the exit code."""
+    # Imported here: a mistake in the settings, or --help, need not wait for torch.
+    from train.assemble import assemble
+
+    trainer, tracker = assemble(config, Path(config.output))
+    try:
+        trainer.run()
+    finally:
+        tracker.close()
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command on `argv`, by default the process's own; returns the exit code."""
+    return run_command(TRAIN, train, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

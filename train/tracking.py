@@ -1,0 +1,121 @@
+"""Where training figures go: always a local JSONL file and one progress bar, Weights & Biases where asked for."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from .config import TrackingConfig
+from .validation import ValidationFigures
+
+RUN_ID = "wandb_run_id"
+
+
+class Tracker:
+    """The main process's tracker; the others' do nothing (`active` False)."""
+
+    def __init__(self, config: TrackingConfig, output: Path, provenance: dict[str, Any], *, active: bool) -> None:
+        self._active = active
+        self._output = output
+        self._console = Console(stderr=True)
+        self._run: Any = None
+        if active:
+            output.mkdir(parents=True, exist_ok=True)
+            if config.wandb != "disabled":
+                self._run = _start_wandb(config, output, provenance)
+
+    def log(self, update: int, record: dict[str, float]) -> None:
+        self._write({"update": update} | record)
+        if self._run is not None:
+            self._run.log({f"train/{name}": value for name, value in record.items()}, step=update)
+
+    def log_validation(self, update: int, figures: ValidationFigures) -> None:
+        self._write({"update": update} | figures.flat())
+        if not self._active:
+            return
+        taus = ", ".join(f"{name} {value:.3f}" for name, value in figures.acceptance_length.items())
+        self._console.print(f"update {update}: τ by decoding: {taus}", highlight=False)
+        if self._run is not None:
+            import wandb
+
+            table = wandb.Table(columns=["prompt", "continuation"], data=[list(pair) for pair in figures.texts])
+            picture = wandb.Image(plot_acceptance(figures, self._output / "acceptance.png"))
+            extra = {"samples": table, "acceptance_by_position": picture}
+            self._run.log(
+                {f"validation/{name}": value for name, value in (figures.flat() | extra).items()}, step=update
+            )
+
+    @contextmanager
+    def progress(self, total: int, done: int) -> Iterator[Callable[[dict[str, float]], None]]:
+        """A bar with loss, λ, learning rate and speed; yields what advances it by one update."""
+        columns = (
+            TextColumn("[progress.description]{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+        )
+        visible = self._active and self._console.is_terminal
+        with Progress(*columns, console=self._console, disable=not visible) as bar:
+            task = bar.add_task("training", total=total, completed=done)
+
+            def advance(record: dict[str, float]) -> None:
+                shown = (
+                    f"loss {record['loss']:.3f}  base {record['base_loss']:.3f}  λ {record['lambda']:.2f}  "
+                    f"lr {record['learning_rate']:.1e}  {record['tokens_per_second']:.0f} tok/s"
+                )
+                bar.update(task, advance=1, description=shown)
+
+            yield advance
+
+    def close(self) -> None:
+        if self._run is not None:
+            self._run.finish()
+
+    def _write(self, record: dict[str, Any]) -> None:
+        if self._active:
+            with (self._output / "metrics.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+
+
+def plot_acceptance(figures: ValidationFigures, path: Path) -> str:
+    """Share of rounds in which the n-th drafted token was accepted, a line a method, as a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 3.6), layout="constrained")
+    for name, shares in figures.acceptance_by_position.items():
+        axes.plot(
+            range(1, len(shares) + 1), shares, marker="o", label=f"{name} (τ {figures.acceptance_length[name]:.2f})"
+        )
+    axes.set(xlabel="position in the draft", ylabel="share of rounds accepted", ylim=(0, 1))
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    return str(path)
+
+
+def _start_wandb(config: TrackingConfig, output: Path, provenance: dict[str, Any]) -> Any:
+    """The run of this directory, continued under its own id after a restart."""
+    import wandb
+
+    stored = output / RUN_ID
+    run_id = stored.read_text(encoding="utf-8").strip() if stored.exists() else secrets.token_hex(4)
+    stored.write_text(run_id + "\n", encoding="utf-8")
+    return wandb.init(
+        project=config.project,
+        name=config.name,
+        id=run_id,
+        resume="allow",
+        mode=cast(Literal["online", "offline"], config.wandb),
+        dir=str(output),
+        config=provenance,
+    )
