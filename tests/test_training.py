@@ -245,7 +245,6 @@ def test_weights_and_biases_offline_continues_the_same_run(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_SILENT", "true")
-    pytest.importorskip("wandb")
     for _ in range(2):
         assert train(words(home, tmp_path / "run", "tracking.wandb=offline")) == 0
     stored = (tmp_path / "run" / "wandb_run_id").read_text(encoding="utf-8").strip()

@@ -12,6 +12,8 @@ from typing import Any, Literal, cast
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from dominotree.errors import UserError
+
 from .config import TrackingConfig
 from .validation import ValidationFigures
 
@@ -104,9 +106,13 @@ def plot_acceptance(figures: ValidationFigures, path: Path) -> str:
 
 
 def _start_wandb(config: TrackingConfig, output: Path, provenance: dict[str, Any]) -> Any:
-    """The run of this directory, continued under its own id after a restart."""
-    import wandb
-
+    """The run of this directory, continued under its own id after a restart. Raises UserError without the package."""
+    try:
+        import wandb
+    except ImportError as error:
+        raise UserError(
+            f"tracking.wandb={config.wandb} needs the wandb package: pip install -e '.[wandb]', or say disabled"
+        ) from error
     stored = output / RUN_ID
     run_id = stored.read_text(encoding="utf-8").strip() if stored.exists() else secrets.token_hex(4)
     stored.write_text(run_id + "\n", encoding="utf-8")
