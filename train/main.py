@@ -31,8 +31,11 @@ TRAIN = Command(
 def train(config: TrainConfig) -> int:
     """Assemble the run and carry it out; returns the exit code."""
     # Imported here: a mistake in the settings, or --help, need not wait for torch.
+    from data.models import quiet_libraries
     from train.assemble import assemble
 
+    if not config.debug:
+        quiet_libraries()
     trainer, tracker = assemble(config, Path(config.output))
     try:
         trainer.run()

@@ -43,7 +43,7 @@ class Tracker:
         if not self._active:
             return
         taus = ", ".join(f"{name} {value:.3f}" for name, value in figures.acceptance_length.items())
-        self._console.print(f"update {update}: τ by decoding: {taus}", highlight=False)
+        self._console.print(f"update {update}: τ by decoding: {taus}", highlight=False, soft_wrap=True)
         if self._run is not None:
             import wandb
 
