@@ -67,9 +67,13 @@ def run_command(command: Command[T], run: Callable[[T], int], argv: Sequence[str
     """Run a command with the settings that `argv` gives and return its exit code, see `reporting`."""
     words = list(sys.argv[1:] if argv is None else argv)
     if {"--help", "-h"} & set(words):
-        print(help_text(command))
-        return 0
+        return reporting(lambda: _print_help(command))
     return reporting(lambda: run(compose_config(command, words)), debug="debug=true" in [w.lower() for w in words])
+
+
+def _print_help(command: Command[Any]) -> int:
+    print(help_text(command), flush=True)
+    return 0
 
 
 def reporting(run: Callable[[], int], *, debug: bool = False) -> int:
@@ -78,6 +82,7 @@ def reporting(run: Callable[[], int], *, debug: bool = False) -> int:
     0 is success, 1 the machine's refusal (a full disk, memory), 2 something the user can put right, 130 Ctrl-C, 141 a
     reader of standard output that has gone. `debug` shows a traceback before the line.
     """
+    _open_missing_streams()
     try:
         return run()
     except UserError as error:
@@ -204,6 +209,13 @@ def _report(message: str, code: int, debug: bool) -> int:
     line = " ".join(part.strip() for part in message.splitlines() if part.strip())
     print(f"error: {line}" if code != 130 else line, file=sys.stderr)
     return code
+
+
+def _open_missing_streams() -> None:
+    """Standard streams that the caller closed (`>&-`) read and write nothing instead of failing."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - open as long as the process
 
 
 def _drop_output() -> None:

@@ -26,6 +26,8 @@ def parse_device(device: str | torch.device) -> torch.device:
         parsed = torch.device(device)
     except RuntimeError as error:
         raise UserError(f"device must be auto, cpu, cuda or cuda:N; got {device}") from error
+    if parsed.type not in ("cpu", "cuda"):
+        raise UserError(f"device must be auto, cpu, cuda or cuda:N; got {device}")
     if parsed.type == "cuda" and (parsed.index or 0) >= torch.cuda.device_count():
         raise UserError(f"device {device} is not available: torch sees {torch.cuda.device_count()} CUDA devices")
     return parsed

@@ -71,10 +71,12 @@ class Target:
         chosen_dtype: str | torch.dtype = "auto" if dtype == "auto" else parse_dtype(dtype)
         path = str(Path(path).expanduser()) if Path(path).expanduser().exists() else str(path)
         try:
-            config = AutoConfig.from_pretrained(path)
+            config = AutoConfig.from_pretrained(path, trust_remote_code=False)
             check_servable(config, MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None))
-            tokenizer = AutoTokenizer.from_pretrained(path)
-            loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=chosen_dtype, output_loading_info=True)
+            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                path, dtype=chosen_dtype, trust_remote_code=False, output_loading_info=True
+            )
         except UserError:
             raise
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
@@ -87,7 +89,7 @@ class Target:
             raise UserError(
                 f"{path} holds no complete {config.model_type} model: {missing[0]} is missing, of {len(missing)} in all"
             )
-        torch.nn.Module.to(model, chosen_device)
+        nn.Module.to(model, chosen_device)  # model.to refuses some quantised models and is typed for none
         return cls(model, tokenizer)
 
     @property

@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -41,7 +41,7 @@ class Answerer:
     max_new_tokens: int
     stop: tuple[str, ...]
 
-    def stream(self, method: Method, prompt_ids: Sequence[int], write: Callable[[str], None]) -> Answer:
+    def stream(self, method: Method, prompt_ids: Sequence[int], seed: int, write: Callable[[str], None]) -> Answer:
         """Generate after `prompt_ids`, giving `write` each piece of text as soon as it is certain."""
         assert self.target.tokenizer is not None
         generation, text = Generation(method.name), TextStream(self.target.tokenizer, self.stop)
@@ -52,7 +52,7 @@ class Answerer:
             method,
             list(prompt_ids),
             max_new_tokens=self.max_new_tokens,
-            sampling=self.sampling,
+            sampling=replace(self.sampling, seed=seed),
             stopping=stopping,
         )
         first_token_seconds, start = None, time.perf_counter()

@@ -12,6 +12,7 @@ import torch
 from dominotree.decode.generation import Generation
 from dominotree.target import Target
 
+NEAR_TIE_STEPS = 8  # of the number format, at the logits' size
 HALF_PRECISION = (torch.bfloat16, torch.float16)
 
 
@@ -25,7 +26,8 @@ class Comparison:
     half_precision: bool
     differing: int  # positions whose tokens differ
     first_difference: int | None  # index of the first of them
-    logit_gap: float | None  # the target's logits at that place: plain's token less the method's
+    logit_gap: float | None  # how far apart the target's logits of the two tokens are at that place
+    near_tie: bool | None  # whether that gap is within a few steps of the target's number format
 
     @property
     def identical(self) -> bool | None:
@@ -50,6 +52,7 @@ class Comparison:
             "differing_tokens": self.differing if self.greedy else None,
             "first_difference": self.first_difference if self.greedy else None,
             "logit_gap": self.logit_gap,
+            "near_tie": self.near_tie,
         }
 
     def _speed_line(self) -> str:
@@ -74,12 +77,17 @@ class Comparison:
             return "compare: sampled tokens are not compared: the two draws differ, their distribution is the same"
         if self.first_difference is None:
             return f"compare: tokens identical ({count} of {count})"
-        gap = "" if self.logit_gap is None else f", where the target's logits of the two are {self.logit_gap:.4g} apart"
-        tie = "near-ties flip in half precision; " if self.half_precision else ""
-        return (
-            f"compare: tokens DIFFER at {self.differing} of {max(count, len(self.plain.token_ids))} positions "
-            f"({tie}the first is token {self.first_difference + 1}{gap})"
+        line = (
+            f"compare: tokens DIFFER from token {self.first_difference + 1} on, at {self.differing} of "
+            f"{max(count, len(self.plain.token_ids))} positions"
         )
+        if self.logit_gap is None:
+            return line
+        line += f"; there the target's logits of the two are {self.logit_gap:.4g} apart, "
+        if not self.half_precision:
+            return line + "which is a fault in float32: please report it"
+        near = "a near-tie, which half precision flips"
+        return line + (near if self.near_tie else "more than half precision explains")
 
 
 def compare(
@@ -88,11 +96,13 @@ def compare(
     """Set two generations after `prompt_ids` side by side; one more target forward where their tokens differ."""
     pairs = list(zip_longest(plain.token_ids, method.token_ids))
     places = [index for index, (left, right) in enumerate(pairs) if left != right]
-    gap = None
+    gap = near_tie = None
     if greedy and places and None not in pairs[places[0]]:
         left, right = pairs[places[0]]
         logits = target.logits_at([*prompt_ids, *plain.token_ids[: places[0]]])
-        gap = float(logits[left] - logits[right])
+        gap = float((logits[left] - logits[right]).abs())
+        steps = NEAR_TIE_STEPS * torch.finfo(target.dtype).eps
+        near_tie = gap <= steps * max(1.0, float(logits[left].abs()))
     return Comparison(
         plain=plain,
         method=method,
@@ -101,6 +111,7 @@ def compare(
         differing=len(places),
         first_difference=places[0] if places else None,
         logit_gap=gap,
+        near_tie=near_tie,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -166,24 +167,30 @@ class Session:
         conversation.add("user", text)
         prompt_ids = conversation.encode(self._answerer.target)
         self._check_length(prompt_ids)
-        plain = None
-        if self._request.config.compare:
-            plain = self._answerer.stream(make_method("ar"), prompt_ids, lambda piece: None)
-            if plain.interrupted:
-                self._console.note("interrupted during plain decoding")
-                return False
-        answer = self._answerer.stream(self._request.method, prompt_ids, self._console.write)
+        seed = answer_seed(self._request.sampling.seed, index, turn)
+        answer, comparison = self._decode(prompt_ids, seed)
         self._console.write("\n")
         conversation.add("assistant", answer.generation.text)
-        comparison = None if plain is None or answer.interrupted else self._compare(prompt_ids, plain, answer)
         if self._request.records is not None:
-            self._request.records.write(_record(text, answer, comparison, index, turn))
+            record = _record(text, answer, comparison) | {"prompt_index": index, "turn": turn, "seed": seed}
+            self._request.records.write(record)
         self._report(answer, comparison)
         return not answer.interrupted
 
-    def _compare(self, prompt_ids: list[int], plain: Answer, answer: Answer) -> Comparison:
+    def _decode(self, prompt_ids: list[int], seed: int) -> tuple[Answer, Comparison | None]:
+        """The answer, streamed; under compare=true plain decoding comes first, and is shown itself when interrupted."""
+        method, write = self._request.method, self._console.write
+        if not self._request.config.compare:
+            return self._answerer.stream(method, prompt_ids, seed, write), None
+        plain = self._answerer.stream(make_method("ar"), prompt_ids, seed, lambda piece: None)
+        if plain.interrupted:
+            write(plain.generation.text)
+            return plain, None
+        answer = self._answerer.stream(method, prompt_ids, seed, write)
+        if answer.interrupted:
+            return answer, None
         greedy = self._request.sampling.temperature < GREEDY_BELOW
-        return compare(self._answerer.target, prompt_ids, plain.generation, answer.generation, greedy=greedy)
+        return answer, compare(self._answerer.target, prompt_ids, plain.generation, answer.generation, greedy=greedy)
 
     def _report(self, answer: Answer, comparison: Comparison | None) -> None:
         self._console.note(describe(answer, self._answerer.target.device))
@@ -204,6 +211,14 @@ class Session:
         return line
 
 
+def answer_seed(seed: int, index: int, turn: int) -> int:
+    """The seed of one answer: `seed` itself for the first, for others one of their own that follows from it."""
+    if index == turn == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed}/{index}/{turn}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big")
+
+
 def _read(config: GenerateConfig) -> list[Prompt]:
     if config.prompt_file is not None:
         return read_prompts(config.prompt_file)
@@ -214,7 +229,7 @@ def _read(config: GenerateConfig) -> list[Prompt]:
     ]
 
 
-def _record(text: str, answer: Answer, comparison: Comparison | None, index: int, turn: int) -> dict[str, Any]:
+def _record(text: str, answer: Answer, comparison: Comparison | None) -> dict[str, Any]:
     generation = answer.generation
     record = {
         "prompt": text,
@@ -227,7 +242,5 @@ def _record(text: str, answer: Answer, comparison: Comparison | None, index: int
         "seconds": generation.seconds,
         "tokens_per_second": generation.tokens_per_second,
         "first_token_seconds": answer.first_token_seconds,
-        "prompt_index": index,
-        "turn": turn,
     }
     return record if comparison is None else {**record, "compare": comparison.record()}

@@ -108,7 +108,7 @@ def small_config(**options: Any) -> DraftConfig:
         "num_target_layers": 4,
         "shift_label": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-        "head": HeadConfig(gru_hidden_dim=10, emb_dim=6),
+        "head": HeadConfig(gru_hidden_dim=10, emb_dim=6, pure_draft_prefix_len=1),
     }
     return DraftConfig(**(defaults | options))
 

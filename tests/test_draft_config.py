@@ -295,7 +295,7 @@ def configs(draw: st.DrawFn) -> DraftConfig:
         num_hidden_layers=layers,
         num_attention_heads=kv_heads * draw(st.integers(1, 4)),
         num_key_value_heads=kv_heads,
-        head_dim=draw(dims),
+        head_dim=2 * draw(dims),
         vocab_size=draw(dims),
         block_size=block_size,
         mask_token_id=draw(st.integers(0, 200000)),
@@ -346,3 +346,38 @@ def test_a_rendered_layout_carries_the_keys_that_public_tools_read() -> None:
     }
     assert raw["rope_theta"] == 10000.0
     assert "projector_type" not in render_config(small_config(head=None), "float32")["dflash_config"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("hidden_act", "bogus"), ("head_dim", 63), ("layer_types", [{}] * 5), ("rope_parameters", {"rope_type": "bogus"})],
+)
+def test_a_value_that_no_layer_could_use_is_refused(key: str, value: Any) -> None:
+    assert key.removesuffix("_parameters") in refusal(DOMINO_8B | {key: value})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("input_embedding_scale", 2.0), ("output_multiplier", 0.5), ("final_logit_softcapping", 30.0)],
+)
+def test_an_option_that_would_change_the_drafts_is_refused(key: str, value: float) -> None:
+    assert key in refusal(changed(DOMINO_8B, **{key: value}))
+    assert key in refusal(DOMINO_8B | {key: value})
+
+
+def test_causality_is_read_wherever_it_is_stated() -> None:
+    sliding = {"layer_types": ["sliding_attention"] * 5, "sliding_window": 512}
+    assert parse_config(DFLASH_4B | sliding).causal(0) is True
+    assert parse_config(DFLASH_4B | sliding | {"is_causal": False}).causal(0) is False
+    assert parse_config(DFLASH_4B | {"is_causal": True}).causal(0) is True
+
+
+def test_a_rotary_base_beside_its_parameters_counts() -> None:
+    raw = {key: value for key, value in DOMINO_8B.items() if key not in ("rope_theta", "rope_parameters")}
+    config = parse_config(raw | {"rope_parameters": {"rope_type": "default"}, "rope_theta": 5e6})
+    assert config.rope_parameters["rope_theta"] == 5e6
+
+
+def test_a_plain_dflash_checkpoint_is_not_shifted_on_request() -> None:
+    assert parse_config(DFLASH_4B, shift_label=False).shift_label is False
+    assert "plain DFlash" in refusal(DFLASH_4B, shift_label=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny_chat import ids_of, records, save_tiny_models, scripted
 
 import infer.answer
@@ -246,8 +247,11 @@ def test_compare_counts_differences_and_gives_the_logit_gap(
     logits = target.logits_at([*ids_of("a"), *plain[:2]])
     result = records(output)[0]["compare"]
     assert (result["identical"], result["differing_tokens"], result["first_difference"]) == (False, 2, 2)
-    assert result["logit_gap"] == pytest.approx(float(logits[plain[2]] - logits[other[2]]))
+    gap = abs(float(logits[plain[2]] - logits[other[2]]))
+    assert result["logit_gap"] == pytest.approx(gap)
+    assert result["near_tie"] is (gap <= 8 * torch.finfo(target.dtype).eps * max(1, abs(float(logits[plain[2]]))))
     err = capsys.readouterr().err
-    assert "tokens DIFFER at 2 of 7 positions" in err
+    assert "tokens DIFFER from token 3 on, at 2 of 7 positions" in err
     assert f"{result['logit_gap']:.4g} apart" in err
-    assert ("near-ties flip in half precision" in err) is (dtype == "bfloat16")
+    explained = "a near-tie" if result["near_tie"] else "more than half precision explains"
+    assert (explained if dtype == "bfloat16" else "a fault in float32") in err

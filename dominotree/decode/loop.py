@@ -81,6 +81,8 @@ def check_request(
     """Raises UserError, saying why, when `decode_rounds` cannot serve the request."""
     if prompt_length < 1:
         raise UserError("the prompt is empty: give at least one token")
+    if not isinstance(max_new_tokens, int):
+        raise UserError(f"max_new_tokens must be a whole number, got {max_new_tokens!r}")
     if max_new_tokens < 0:
         raise UserError(f"max_new_tokens must not be negative, got {max_new_tokens}")
     limit = target.context_length
@@ -177,11 +179,11 @@ class _Sequence:
         """Keep the accepted path in the cache, note its features, and return its tokens with the bonus token."""
         accepted, bonus = walk(tree, posterior)
         # The round's one transfer to the host.
-        flags, tokens = torch.stack([accepted.long(), tree.token_ids], dim=1)[0].tolist() if tree.size else ([], [])
-        path = [node for node, flag in enumerate(flags) if flag]
+        *tokens, bonus_token = torch.cat([torch.where(accepted, tree.token_ids, -1), bonus[:, None]], dim=1)[0].tolist()
+        path = [node for node, token in enumerate(tokens) if token >= 0]
         rows = torch.tensor([0, *(node + 1 for node in path)], device=posterior.device)
         self._cache.keep(self._cache.length - (1 + tree.size), rows)
         if features is not None:
             self._features = features[:, rows]
         self._root = bonus
-        return [tokens[node] for node in path] + bonus.tolist()
+        return [*(tokens[node] for node in path), bonus_token]

@@ -26,9 +26,15 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_p"):
+            if not isinstance(getattr(self, name), int | float):
+                raise UserError(f"{name} must be a number, got {getattr(self, name)!r}")
+        for name in ("top_k", "seed"):
+            if not isinstance(getattr(self, name), int) or isinstance(getattr(self, name), bool):
+                raise UserError(f"{name} must be a whole number, got {getattr(self, name)!r}")
         if not 0 <= self.temperature < float("inf"):
             raise UserError(f"temperature must be 0 (greedy) or positive, got {self.temperature}")
-        if not isinstance(self.top_k, int) or self.top_k < 0:
+        if self.top_k < 0:
             raise UserError(f"top_k must be 0 (off) or positive, got {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p must lie above 0 and be at most 1 (off), got {self.top_p}")

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from transformers import Qwen3Config
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -22,7 +24,7 @@ class HeadConfig:
 
     gru_hidden_dim: int
     emb_dim: int
-    pure_draft_prefix_len: int = 1
+    pure_draft_prefix_len: int
 
 
 @dataclass(frozen=True)
@@ -103,10 +105,19 @@ class DraftConfig:
             raise ValueError(
                 f"block_size must be an integer of at least 2 (an anchor and a mask), got {self.block_size!r}"
             )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even, for the rotary embedding turns pairs; got {self.head_dim}")
+        if self.hidden_act not in ACT2FN:
+            raise ValueError(f"hidden_act must be an activation that transformers knows, got {self.hidden_act!r}")
+        rope_type = self.rope_parameters.get("rope_type")
+        if rope_type != "default" and rope_type not in ROPE_INIT_FUNCTIONS:
+            raise ValueError(f"rope_type must be default, {', '.join(sorted(ROPE_INIT_FUNCTIONS))}; got {rope_type!r}")
         if not isinstance(self.mask_token_id, int) or self.mask_token_id < 0:
             raise ValueError(f"mask_token_id must be a token id, got {self.mask_token_id!r}")
 
     def _check_layers(self) -> None:
+        if any(not isinstance(kind, str) for kind in self.layer_types):
+            raise ValueError(f"layer_types must be a list of names, got {list(self.layer_types)}")
         if len(self.layer_types) != self.num_hidden_layers or set(self.layer_types) - set(LAYER_TYPES):
             raise ValueError(
                 f"layer_types must name {self.num_hidden_layers} layers, each one of {', '.join(LAYER_TYPES)}; "

@@ -25,7 +25,8 @@ def fresh_draft(
 ) -> DraftModel:
     """An untrained drafter with the target's layer shapes, reproducible from `seed`, on the target's device and dtype.
 
-    `num_features` target layers are fused. Raises UserError for sizes that contradict each other.
+    `num_features` target layers are fused, all of them where the target has fewer. Raises UserError for sizes that
+    contradict each other.
     """
     text = target.config
     heads = text.num_attention_heads

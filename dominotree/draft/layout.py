@@ -9,7 +9,17 @@ from .config import DraftConfig, HeadConfig, build_target_layer_ids
 
 ARCHITECTURES = ("DFlashDraftModel", "DominoDraftModel")
 DOMINO_PROJECTORS = ("domino", "causal_v5")
-UNSUPPORTED_OPTIONS = ("use_bias_gate", "use_bias_norm")
+# Options of other drafters that change what is drafted, with the values that leave it alone.
+UNSUPPORTED_OPTIONS: dict[str, tuple[Any, ...]] = {
+    "use_bias_gate": (False,),
+    "use_bias_norm": (False,),
+    "input_embedding_scale": (1, 1.0),
+    "output_multiplier": (1, 1.0),
+    "final_logit_softcapping": (),
+    "attention_mode": ("gqa", "mha"),
+    "attention_modes": (),
+    "quantization_config": (),
+}
 
 
 def parse_config(raw: Mapping[str, Any], *, shift_label: bool | None = None) -> DraftConfig:
@@ -23,9 +33,13 @@ def parse_config(raw: Mapping[str, Any], *, shift_label: bool | None = None) -> 
     if architecture not in ARCHITECTURES:
         raise ValueError(f"architectures must name one of {', '.join(ARCHITECTURES)}, got {architecture}")
     section = _Section(top.take("dflash_config", "a mapping", {}), "dflash_config.")
-    for option in UNSUPPORTED_OPTIONS:
-        if section.take(option, "true or false", False) or top.take(option, "true or false", False):
-            raise ValueError(f"{option} is not supported: decode with a checkpoint made without it")
+    for option, neutral in UNSUPPORTED_OPTIONS.items():
+        for values in (section, top):
+            if values.get(option) not in (None, *neutral):
+                raise ValueError(
+                    f"{option}={values.get(option)!r} is not supported: it would change what is drafted; "
+                    "use a checkpoint made without it"
+                )
     num_layers = top.take("num_hidden_layers", "a whole number")
     heads = top.take("num_attention_heads", "a whole number")
     hidden_size = top.take("hidden_size", "a whole number")
@@ -43,14 +57,16 @@ def parse_config(raw: Mapping[str, Any], *, shift_label: bool | None = None) -> 
         vocab_size=top.take("vocab_size", "a whole number"),
         block_size=top.take("block_size", "a whole number"),
         mask_token_id=section.take("mask_token_id", "a whole number"),
-        target_layer_ids=tuple(layer_ids or build_target_layer_ids(num_target_layers, num_layers)),
+        target_layer_ids=tuple(
+            build_target_layer_ids(num_target_layers, num_layers) if layer_ids is None else layer_ids
+        ),
         num_target_layers=num_target_layers,
         shift_label=_alignment(section, has_head, shift_label),
         rope_parameters=_rope(top),
         head=_head(top, section) if has_head else None,
         layer_types=_layer_types(top, num_layers),
         sliding_window=top.take("sliding_window", "a whole number", None),
-        is_causal=True if causal_head else section.take("is_causal", "true or false", None),
+        is_causal=True if causal_head else _in_either(top, section, "is_causal", "true or false"),
         rms_norm_eps=top.take("rms_norm_eps", "a number", 1e-6),
         max_position_embeddings=top.take("max_position_embeddings", "a whole number", 40960),
         hidden_act=top.take("hidden_act", "text", "silu"),
@@ -80,7 +96,7 @@ def render_config(config: DraftConfig, dtype: str) -> dict[str, Any]:
         "layer_types": list(config.layer_types),
     }
     if config.is_causal is not None:
-        section["is_causal"] = config.is_causal
+        raw["is_causal"] = section["is_causal"] = config.is_causal
     if config.head is not None:
         section |= {
             "projector_type": "domino",
@@ -136,6 +152,9 @@ class _Section:
         self._values = values
         self._prefix = prefix
 
+    def get(self, key: str) -> Any:
+        return self._values.get(key)
+
     def take(self, key: str, kind: str, default: Any = _REQUIRED) -> Any:
         """The value of `key`; a missing or null one is the default, where there is one."""
         value = self._values.get(key)
@@ -162,6 +181,8 @@ def _has_head(section: _Section, architecture: str) -> bool:
 def _alignment(section: _Section, has_head: bool, stated: bool | None) -> bool:
     """Guessing the alignment wrong lets acceptance fall to 1 without any error, so it is never guessed."""
     own = section.take("shift_label", "true or false", None)
+    if not has_head and own is None and stated:
+        raise ValueError("shift_label=true does not go with a plain DFlash checkpoint: its slots predict themselves")
     if own is None and has_head and stated is None:
         raise ValueError(
             "this Domino checkpoint does not state dflash_config.shift_label, which decides what its slots predict; "
@@ -173,7 +194,7 @@ def _alignment(section: _Section, has_head: bool, stated: bool | None) -> bool:
 
 
 def _head(top: _Section, section: _Section) -> HeadConfig:
-    emb_dim = section.take("emb_dim", "a whole number", top.take("emb_dim", "a whole number", None))
+    emb_dim = _in_either(top, section, "emb_dim", "a whole number")
     if emb_dim is None:
         raise ValueError("emb_dim is missing: a Domino checkpoint must state it at the top level or in dflash_config")
     return HeadConfig(
@@ -181,6 +202,11 @@ def _head(top: _Section, section: _Section) -> HeadConfig:
         emb_dim=emb_dim,
         pure_draft_prefix_len=section.take("pure_draft_prefix_len", "a whole number", 0),
     )
+
+
+def _in_either(top: _Section, section: _Section, key: str, kind: str) -> Any:
+    """A key that some tools write into `dflash_config` and others at the top level."""
+    return section.take(key, kind, top.take(key, kind, None))
 
 
 def _layer_types(top: _Section, num_layers: int) -> tuple[str, ...]:
@@ -196,8 +222,8 @@ def _layer_types(top: _Section, num_layers: int) -> tuple[str, ...]:
 def _rope(top: _Section) -> dict[str, Any]:
     """`rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (transformers 4); the former wins."""
     stated = top.take("rope_parameters", "a mapping", None)
-    if stated:
-        return dict(stated)
-    scaling = dict(top.take("rope_scaling", "a mapping", {}))
+    scaling = dict(stated or top.take("rope_scaling", "a mapping", {}))
     scaling.setdefault("rope_type", scaling.pop("type", "default"))
-    return {**scaling, "rope_theta": top.take("rope_theta", "a number")}
+    if scaling.get("rope_theta") is None:
+        scaling["rope_theta"] = top.take("rope_theta", "a number")
+    return scaling

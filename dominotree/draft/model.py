@@ -53,9 +53,8 @@ class DraftModel(nn.Module):
         block = anchor_ids.new_full((len(anchor_ids), size), self.config.mask_token_id)
         block[:, 0] = anchor_ids
         positions = anchor_positions[:, None] + torch.arange(size, device=anchor_ids.device)
-        masks = [
-            self._decoding_mask(layer, anchor_positions, context_length) for layer in range(len(self.backbone.layers))
-        ]
+        keep = torch.ones_like(anchor_positions, dtype=torch.bool)[:, None]
+        masks = self._masks(anchor_positions[:, None], keep, context_length, single_block=True)
         hidden = self.backbone(embed(block), positions, context, masks)
         return hidden[:, size - self.config.draft_length :]
 
@@ -74,7 +73,7 @@ class DraftModel(nn.Module):
         positions = anchors[..., None] + torch.arange(size, device=anchors.device)
         context_positions = torch.arange(features.shape[1], device=features.device)[None]
         context = FixedContext(self.backbone.project_context(features, context_positions))
-        masks = self._training_masks(anchors, keep, features.shape[1])
+        masks = self._masks(anchors, keep, features.shape[1], single_block=False)
         hidden = self.backbone(embed(block.flatten(1)), positions.flatten(1), context, masks)
         return hidden.unflatten(1, (-1, size))
 
@@ -93,26 +92,18 @@ class DraftModel(nn.Module):
         corrected = base_logits[:, first:] + self.head.correction(hidden[:, first:], states[:, first:])
         return torch.cat([base_logits[:, :first], corrected], dim=1)
 
-    def _decoding_mask(self, layer: int, anchor_positions: Tensor, context_length: int) -> Tensor | None:
-        window, causal = self.config.window(layer), self.config.causal(layer)
-        if window is None and not causal:
-            return None
-        keep = torch.ones_like(anchor_positions, dtype=torch.bool)[:, None]
-        return anchor_block_mask(
-            anchor_positions[:, None], keep, context_length, self.config.block_size, window=window, causal=causal
-        )
-
-    def _training_masks(self, anchors: Tensor, keep: Tensor, context_length: int) -> list[Tensor | None]:
-        made: dict[tuple[int | None, bool], Tensor] = {}
-        masks: list[Tensor | None] = []
-        for layer in range(len(self.backbone.layers)):
-            kind = (self.config.window(layer), self.config.causal(layer))
-            if kind not in made:
-                made[kind] = anchor_block_mask(
-                    anchors, keep, context_length, self.config.block_size, window=kind[0], causal=kind[1]
-                )
-            masks.append(made[kind])
-        return masks
+    def _masks(
+        self, anchors: Tensor, keep: Tensor, context_length: int, *, single_block: bool
+    ) -> list[Tensor | None]:  # anchors and keep [B, A]
+        """Attention masks of the layers, one made for each kind. A single block behind all of its context needs none
+        where attention is full and not causal."""
+        made: dict[tuple[int | None, bool], Tensor | None] = {(None, False): None} if single_block else {}
+        kinds = [(self.config.window(layer), self.config.causal(layer)) for layer in range(len(self.backbone.layers))]
+        for window, causal in set(kinds) - made.keys():
+            made[window, causal] = anchor_block_mask(
+                anchors, keep, context_length, self.config.block_size, window=window, causal=causal
+            )
+        return [made[kind] for kind in kinds]
 
 
 @torch.no_grad()

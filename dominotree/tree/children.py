@@ -172,13 +172,19 @@ def greedy_rollout(proposal: Proposal) -> Tensor:  # [K]
 
 
 def _best_children(logits: Tensor, node_topk: int) -> list[Children]:  # [K, V]
-    log_probs, ids = ordered_topk(logits.log_softmax(dim=-1), node_topk)
+    log_probs, ids = _best_log_probs(logits, node_topk)
     return list(zip(ids.tolist(), log_probs.tolist(), strict=True))
 
 
 def _named_children(logits: Tensor, token_ids: Tensor | None, node_topk: int) -> Children:  # [M], [M]
-    log_probs, chosen = ordered_topk(logits.log_softmax(dim=-1), node_topk)
+    log_probs, chosen = _best_log_probs(logits, node_topk)
     return (chosen if token_ids is None else token_ids[chosen]).tolist(), log_probs.tolist()
+
+
+def _best_log_probs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:  # [..., V] -> [..., k] and ids
+    """Chosen by logits: their log-probabilities are rounded, which would make ties where there are none."""
+    best, ids = ordered_topk(logits, k)
+    return best - logits.logsumexp(dim=-1, keepdim=True), ids
 
 
 def _token(token_id: int, like: Tensor) -> Tensor:
