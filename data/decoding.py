@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers.cache_utils import DynamicLayer
 
-from data.row_attention import row_attention
 from dominotree.decode.cache import TargetCache
 from dominotree.decode.sampling import GREEDY_BELOW, Sampling
 from dominotree.errors import UserError
@@ -186,15 +185,14 @@ class BatchDecoder:
         """Append Q tokens to every row; logits of the last."""
         past, new = cache.length, ids.shape[1]
         columns = torch.arange(past + new, device=ids.device)
-        with row_attention(self._target):
-            output = self._target.model(
-                input_ids=ids,
-                attention_mask=(columns >= starts[:, None]).long(),
-                position_ids=(columns[past:] - starts[:, None]).clamp(min=0),
-                use_cache=True,
-                logits_to_keep=1,
-                **{self._cache_argument: cache},
-            )
+        output = self._target.model(
+            input_ids=ids,
+            attention_mask=(columns >= starts[:, None]).long(),
+            position_ids=(columns[past:] - starts[:, None]).clamp(min=0),
+            use_cache=True,
+            logits_to_keep=1,
+            **{self._cache_argument: cache},
+        )
         return output.logits[:, -1]
 
 

@@ -95,6 +95,8 @@ class Preparation:
             "tokenizer_fingerprint": tokenizer_fingerprint(target.tokenizer),
             **{key: value for key, value in asdict(self._config).items() if key not in FREE_KEYS},
         }
+        if self._config.data.source == "benchmark":
+            identity["count"] = self._config.count  # decides which rows are drawn, and so what an id means
         identity = json.loads(json.dumps(identity))
         if store.done_ids:
             _compare(_read_json(path), identity)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import FAMILIES, greedy, make_target
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from data.decoding import BatchDecoder, Job, Result, sample
-from data.row_attention import attend_by_rows, row_attention
 from dominotree.decode.sampling import Sampling
 from dominotree.errors import UserError
 from dominotree.target import Target
@@ -157,37 +155,6 @@ def test_the_last_draw_still_picks_a_possible_token() -> None:
     last = torch.tensor([1 - 2**-53], dtype=torch.float64)
     assert sample(logits, last, Sampling(1.0)).tolist() == [2]
     assert sample(logits, last * 0, Sampling(1.0)).tolist() == [0]
-
-
-@pytest.mark.parametrize("scaling", [None, 0.3])
-@pytest.mark.parametrize("heads", [2, 6])
-def test_attention_by_rows_is_attention(heads: int, scaling: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data.row_attention.ROWS", 2)
-    generator = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(5, n, t, 8, generator=generator) for n, t in ((heads, 1), (2, 9), (2, 9)))
-    visible = torch.arange(9) >= torch.tensor([0, 7, 3, 8, 5])[:, None]
-    visible[0, 4] = False
-    module = torch.nn.Module()
-    module.num_key_value_groups = heads // 2  # type: ignore[assignment]
-    mask = visible[:, None, None]
-    expected, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=scaling)
-    found, _ = attend_by_rows(module, query, key, value, mask, scaling=scaling)
-    torch.testing.assert_close(found, expected)
-    queries = query.expand(-1, -1, 3, -1)
-    for several in (mask.expand(-1, -1, 3, -1), None):
-        expected, _ = sdpa_attention_forward(module, queries, key, value, several, scaling=scaling)
-        assert torch.equal(attend_by_rows(module, queries, key, value, several, scaling=scaling)[0], expected)
-
-
-def test_the_targets_own_attention_comes_back() -> None:
-    target = make_target()
-    with pytest.raises(KeyboardInterrupt), row_attention(target):
-        assert target.config._attn_implementation != "sdpa"
-        raise KeyboardInterrupt
-    assert target.config._attn_implementation == "sdpa"
-    target.model.set_attn_implementation("eager")
-    with row_attention(target):
-        assert target.config._attn_implementation == "eager"
 
 
 @pytest.mark.parametrize(

@@ -136,8 +136,10 @@ def run(
 def test_a_vocabulary_subset_normalises_over_itself_and_leaves_other_labels_out() -> None:
     target, draft, hidden, targets = case()
     ids = torch.tensor([0, 2, 3, 5, 8, 12])
-    out = run(LossVocabulary(lm_weight_of(target), ids), target, draft, hidden, targets)
+    vocabulary = LossVocabulary(lm_weight_of(target), ids)
     inside = torch.isin(targets.labels, ids) & (targets.weights > 0)
+    assert torch.equal(vocabulary.restrict(targets).weights > 0, inside)
+    out = run(vocabulary, target, draft, hidden, vocabulary.restrict(targets))
     assert draft.head is not None
     states = draft.head.prefix_states(target.embed(targets.prefix_ids.flatten(0, 1))).view(2, 4, 6, -1)
     correction = draft.head.correction(hidden, states).detach()

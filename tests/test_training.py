@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
+import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -13,13 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from tiny_chat import byte_tokenizer, save_tiny_models
 
 from dominotree.draft.checkpoint import load_draft
 from infer.generate import main as generate
-from train import checkpoints
 from train.main import main as train
 from train.tracking import Tracker
+from train.validation import ValidationFigures, Validator
 
 REPO = Path(__file__).resolve().parents[1]
 TEMPLATE = (
@@ -131,14 +133,7 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(
 ) -> None:
     assert train(words(home, tmp_path / "whole", "backbone=trained")) == 0
     with monkeypatch.context() as patch:
-        log = Tracker.log
-
-        def stop_at_five(self: Tracker, update: int, record: dict[str, float]) -> None:
-            if update == 5:
-                raise KeyboardInterrupt
-            log(self, update, record)
-
-        patch.setattr(Tracker, "log", stop_at_five)
+        patch.setattr(Tracker, "log", stopping_at(5))
         assert train(words(home, tmp_path / "halted", "backbone=trained")) == 130
     assert train(words(home, tmp_path / "halted", "backbone=trained")) == 0
     by_update = {record["update"]: record["loss"] for record in records(tmp_path / "halted") if "loss" in record}
@@ -184,22 +179,94 @@ def test_only_the_newest_checkpoints_are_kept(home: Path, tmp_path: Path) -> Non
 def test_a_full_disk_leaves_the_checkpoint_before_whole(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    save: Any = checkpoints.save_draft
-    calls: list[Path] = []
+    save = torch.save
 
-    def fill_up(draft: Any, path: Path) -> None:
-        calls.append(path)
-        if len(calls) > 2:
-            raise OSError(errno.ENOSPC, "No space left on device", str(path))
-        save(draft, path)
+    def fill_up(state: Any, path: Path) -> None:
+        if state["update"] > 2:
+            # A real limit on the size of files stands for the disk.
+            limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+            try:
+                save(state, path)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        save(state, path)
 
-    monkeypatch.setattr(checkpoints, "save_draft", fill_up)
-    assert train(words(home, tmp_path / "run", "checkpoint_every=2")) == 1
-    lines = capsys.readouterr().err.strip().splitlines()
-    assert lines[-1].startswith("error: No space left on device") and "Traceback" not in "\n".join(lines)
-    kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("update-*"))
-    assert kept == ["update-00000002"]
-    assert load_draft(tmp_path / "run" / "checkpoints" / "update-00000002" / "draft").head is not None
+    monkeypatch.setattr(signal, "SIGXFSZ", signal.signal(signal.SIGXFSZ, signal.SIG_IGN), raising=False)
+    monkeypatch.setattr(torch, "save", fill_up)
+    assert train(words(home, tmp_path / "run", "checkpoint_every=2")) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and "cannot save the checkpoint of update 4" in lines[0]
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["update-00000002"]
+    assert load_draft(tmp_path / "run" / "last").head is not None
+    monkeypatch.undo()
+    assert train(words(home, tmp_path / "run", "checkpoint_every=2")) == 0
+
+
+def test_best_is_the_drafter_that_decoded_best_also_across_a_stop(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taus = iter([3.0, 2.0, 2.5])
+
+    def pretend(self: Validator, *_: Any) -> ValidationFigures:
+        tau = next(taus)
+        return ValidationFigures({"ddtree": 9.0, "dominotree": tau}, {"dominotree": [tau - 1]})
+
+    monkeypatch.setattr(Validator, "run", pretend)
+    run = words(home, tmp_path / "run", "validation.every=2", "checkpoint_every=2")
+    with monkeypatch.context() as patch:
+        patch.setattr(Tracker, "log", stopping_at(3))
+        assert train(run) == 130
+    assert train(run) == 0
+    best = json.loads((tmp_path / "run" / "best" / "provenance.json").read_text(encoding="utf-8"))
+    assert best["update"] == 2
+
+
+def stopping_at(last: int) -> Any:
+    log = Tracker.log
+
+    def stop(self: Tracker, update: int, record: dict[str, float]) -> None:
+        if update == last:
+            raise KeyboardInterrupt
+        log(self, update, record)
+
+    return stop
+
+
+def test_figures_are_written_once_however_often_a_run_is_stopped(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = words(home, tmp_path / "run", "checkpoint_every=2")
+    for last in (2, 4, 6):
+        with monkeypatch.context() as patch:
+            patch.setattr(Tracker, "log", stopping_at(last))
+            assert train(run) == 130
+        with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+            file.write('{"update": 9, "lo')
+    assert train(run) == 0
+    assert [record["update"] for record in records(tmp_path / "run") if "loss" in record] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("backbone", ["frozen", "trained"])
+@pytest.mark.parametrize("prefixes", ["teacher_forced", "self_generated"])
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("bfloat16", "float32"), ("bfloat16", "bfloat16"), ("float32", "bfloat16")]
+)
+def test_half_precision_learns_nearly_the_same(
+    precision: str, dtype: str, prefixes: str, backbone: str, home: Path, tmp_path: Path, exact_losses: list[float]
+) -> None:
+    more = [f"precision={precision}", f"target.dtype={dtype}", f"prefixes={prefixes}", f"backbone={backbone}"]
+    AcceleratorState._reset_state(reset_partial_state=True)  # one process trains in several precisions here
+    assert train(words(home, tmp_path / "run", *more, "optim.updates=2")) == 0
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert losses(tmp_path / "run")[0] == pytest.approx(exact_losses[0], rel=0.02)
+
+
+@pytest.fixture(scope="module")
+def exact_losses(home: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    folder = tmp_path_factory.mktemp("exact")
+    assert train(words(home, folder / "run", "optim.updates=2")) == 0
+    return losses(folder / "run")
 
 
 @pytest.mark.parametrize(
@@ -219,6 +286,13 @@ def test_a_full_disk_leaves_the_checkpoint_before_whole(
         (["features=cached"], ["features"]),
         (["draft=DIR/other_draft"], ["does not fit"]),
         (["target=DIR/base"], ["chat template"]),
+        (["max_length=300"], ["max_length=300", "256"]),
+        (["validation.max_new_tokens=250"], ["validation.max_new_tokens=250", "256"]),
+        (["device=cuda:7"], ["cuda"]),
+        (["device=banana"], ["banana"]),
+        (["stage=dflash", "backbone=trained", "draft=DIR/draft"], ["has a Domino head"]),
+        (["draft=DIR/draft", "head.emb_dim=9"], ["head.* cannot change"]),
+        (["optim.learning_rate=1e30", "optim.warmup_ratio=0"], ["the gradient is", "optim.learning_rate"]),
     ],
 )
 def test_a_mistake_is_one_line(

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-
-from accelerate.utils import set_seed
+from typing import Any
 
 from data.features import FeatureCache, feature_key
 from data.models import load_target
-from data.samples import load_samples
+from data.provenance import target_fingerprint, weights_fingerprint
+from data.samples import SampleSet, load_samples
+from dominotree.draft.model import DraftModel
 from dominotree.errors import UserError
+from dominotree.target import Target
 
 from .checkpoints import Checkpoints
 from .config import TrainConfig
@@ -18,10 +20,10 @@ from .loop import Trainer
 from .provenance import describe_run
 from .setup import make_accelerator, make_draft
 from .tracking import Tracker
-from .updates import split_held_out
+from .updates import Selection, split_held_out
 from .validation import Validator
 
-# What a checkpoint and the run that resumes it must have in common for the remaining losses to be the same.
+# Settings that a checkpoint and the run that resumes it must share for the remaining losses to be the same.
 IDENTITY = (
     "stage",
     "backbone",
@@ -33,6 +35,7 @@ IDENTITY = (
     "num_anchors",
     "max_length",
     "vocab_subset",
+    "features",
     "seed",
     "precision",
 )
@@ -41,34 +44,61 @@ IDENTITY = (
 def assemble(config: TrainConfig, output: Path) -> tuple[Trainer, Tracker]:
     """Load target, draft and data, and hold samples out. Raises UserError for whatever does not go together."""
     accelerator = make_accelerator(config)
-    set_seed(config.seed)
     target = load_target(config.target, dtype=config.target.dtype, device=str(accelerator.device))
     if target.tokenizer is None:
         raise UserError("training needs the target's tokenizer and chat template, this target has none")
+    if target.context_length is not None and config.max_length > target.context_length:
+        raise UserError(
+            f"max_length={config.max_length} exceeds the target's context of {target.context_length} tokens"
+        )
     draft = make_draft(config, target)
     samples = load_samples(Path(config.data_dir), target.tokenizer, max_length=config.max_length)
     trained_on, held_out = split_held_out(len(samples), config.validation.samples, config.seed)
-    cache = None
-    if config.features == "cached":
-        key = feature_key(target, draft.config.target_layer_ids)
-        cache = FeatureCache.open(Path(config.data_dir) / "features", key)
     provenance = describe_run(config, samples)
-    identity = {name: getattr(config, name) for name in IDENTITY}
-    identity |= {"optim": asdict(config.optim), "data_fingerprint": samples.fingerprint}
     tracker = Tracker(config.tracking, output, provenance, active=accelerator.is_main_process)
     trainer = Trainer(
         config,
         accelerator,
         target,
         draft,
-        [samples[index] for index in trained_on],
-        cache,
+        Selection(samples, trained_on),
+        _open_cache(config, target, draft, samples),
         Validator(
-            [samples[index] for index in held_out],
+            Selection(samples, held_out),
             max_new_tokens=config.validation.max_new_tokens,
             node_budget=config.validation.node_budget,
+            context_length=target.context_length,
         ),
-        Checkpoints(output, keep_last=config.keep_last, provenance=provenance, identity=identity),
+        Checkpoints(
+            output,
+            keep_last=config.keep_last,
+            provenance=provenance,
+            identity=_identity(config, target, draft, samples),
+        ),
         tracker,
     )
     return trainer, tracker
+
+
+def _open_cache(config: TrainConfig, target: Target, draft: DraftModel, samples: SampleSet) -> FeatureCache | None:
+    """The feature cache, checked to hold every sample: better now than in the middle of training."""
+    if config.features == "online":
+        return None
+    cache = FeatureCache.open(Path(config.data_dir) / "features", feature_key(target, draft.config.target_layer_ids))
+    for sample in samples:
+        cache.check(sample.sample_id, sample.token_ids)
+    return cache
+
+
+def _identity(config: TrainConfig, target: Target, draft: DraftModel, samples: SampleSet) -> dict[str, Any]:
+    """By dotted name, as plain values."""
+    optim = asdict(config.optim)
+    del optim["micro_batch_size"]  # changes the memory alone
+    return {
+        **{name: getattr(config, name) for name in IDENTITY},
+        **{f"optim.{name}": value for name, value in optim.items()},
+        "validation.samples": config.validation.samples,
+        "data": samples.fingerprint,
+        "target": target_fingerprint(target),
+        "draft": weights_fingerprint(draft),
+    }

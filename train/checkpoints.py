@@ -1,20 +1,25 @@
 """Checkpoints: a draft directory in the published layout beside the state that resumes training exactly.
 
-<output>/checkpoints/update-00000100/draft/     what infer reads
-<output>/checkpoints/update-00000100/state/     optimizer, weights in training precision, random states
-<output>/best/, <output>/last/                  draft directories
+<output>/checkpoints/update-00000100/draft/       what infer reads, in training precision
+<output>/checkpoints/update-00000100/training.pt  optimizer, update, best score, identity
+<output>/last                                     link to the newest draft
+<output>/best/                                    the draft that decoded best
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
+from safetensors import SafetensorError
 
-from dominotree.draft.checkpoint import save_draft
+from dominotree.draft.checkpoint import load_draft, save_draft
 from dominotree.draft.model import DraftModel
 from dominotree.errors import UserError
 
@@ -24,71 +29,93 @@ PREFIX = "update-"
 class Checkpoints:
     """Writes, finds and prunes the checkpoints of one run directory. A checkpoint appears whole or not at all."""
 
-    def __init__(self, output: Path, *, keep_last: int, provenance: dict[str, Any], identity: dict[str, Any]) -> None:
-        """`identity`: what must be the same for a checkpoint to be resumed (data, seed, batch size, recipe)."""
+    def __init__(
+        self, output: Path, *, keep_last: int, provenance: Mapping[str, Any], identity: Mapping[str, Any]
+    ) -> None:
+        """`identity`: by dotted name, what a run must have in common with the checkpoint that it resumes."""
         self._output = output
         self._folder = output / "checkpoints"
         self._keep_last = keep_last
-        self._provenance = provenance
-        self._identity = identity
+        self._provenance = dict(provenance)
+        self._identity = dict(identity)
         self._best = 0.0
 
-    def restore(self, accelerator: Accelerator, *, resume: str) -> int:
+    def restore(self, draft: DraftModel, optimizer: torch.optim.Optimizer, *, resume: str) -> int:
         """Load the newest checkpoint, where there is one and `resume` is auto; returns its update, else 0.
 
-        Raises UserError where the run directory belongs to other data or another recipe, or holds a run already.
+        Raises UserError where the directory belongs to another run, or holds one that is not to be resumed.
         """
-        newest = self.newest()
-        if newest is None:
+        found = self._all()
+        if not found:
             return 0
         if resume == "never":
             raise UserError(f"{self._output} holds a run already; resume=auto continues it, or give another output=")
-        meta = json.loads((newest / "training.json").read_text(encoding="utf-8"))
-        for key, value in self._identity.items():
-            if meta["identity"].get(key) != value:
-                raise UserError(
-                    f"{self._output} was trained with {key}={meta['identity'].get(key)}, this run says {value}; "
-                    "give another output= to start anew"
-                )
-        accelerator.load_state(str(newest / "state"))
-        self._best = meta["best"]
-        return int(meta["update"])
+        state = torch.load(found[-1] / "training.pt", map_location="cpu", weights_only=True)
+        self._check_identity(state["identity"])
+        draft.load_state_dict(load_draft(found[-1] / "draft", dtype="float32").state_dict())
+        optimizer.load_state_dict(state["optimizer"])
+        self._best = state["best"]
+        return int(state["update"])
 
-    def save(self, accelerator: Accelerator, draft: DraftModel, update: int) -> None:
-        """Write the checkpoint of `update` and prune older ones; all processes take part."""
-        scratch = self._folder / f".{PREFIX}{update:08d}"
-        final = self._folder / f"{PREFIX}{update:08d}"
+    def save(self, accelerator: Accelerator, draft: DraftModel, optimizer: torch.optim.Optimizer, update: int) -> None:
+        """Write the checkpoint of `update` and prune older ones. Raises UserError when the disk takes no more; the
+        checkpoint before survives."""
         if accelerator.is_main_process:
-            shutil.rmtree(scratch, ignore_errors=True)
-            scratch.mkdir(parents=True)
-        accelerator.wait_for_everyone()
-        accelerator.save_state(str(scratch / "state"))
-        if accelerator.is_main_process:
-            self._write_draft(draft, scratch / "draft", update)
-            meta = {"update": update, "best": self._best, "identity": self._identity}
-            (scratch / "training.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
-            shutil.rmtree(final, ignore_errors=True)
-            scratch.rename(final)
-            self._write_draft(draft, self._output / "last", update)
-            for old in self._all()[: -self._keep_last]:
-                shutil.rmtree(old)
+            scratch = self._folder / f".{PREFIX}{update:08d}"
+            try:
+                self._write(scratch, draft, optimizer, update)
+            except (OSError, SafetensorError, RuntimeError) as error:  # torch.save raises the last
+                shutil.rmtree(scratch, ignore_errors=True)
+                raise UserError(
+                    f"cannot save the checkpoint of update {update} in {self._folder}: "
+                    f"{str(error).splitlines()[0]}; make room and run again"
+                ) from error
         accelerator.wait_for_everyone()
 
     def keep_best(self, accelerator: Accelerator, draft: DraftModel, update: int, score: float) -> None:
-        """Keep the drafter that decoded best so far under `best/`."""
+        """Keep the drafter under `best/` if it decoded better than any before."""
         if score > self._best:
             self._best = score
             if accelerator.is_main_process:
                 self._write_draft(draft, self._output / "best", update)
 
-    def newest(self) -> Path | None:
-        found = self._all()
-        return found[-1] if found else None
+    def _write(self, scratch: Path, draft: DraftModel, optimizer: torch.optim.Optimizer, update: int) -> None:
+        for litter in self._folder.glob(f".{PREFIX}*"):
+            shutil.rmtree(litter)
+        scratch.mkdir(parents=True)
+        self._write_draft(draft, scratch / "draft", update)
+        state = {
+            "update": update,
+            "best": self._best,
+            "identity": self._identity,
+            "optimizer": optimizer.state_dict(),
+        }
+        torch.save(state, scratch / "training.pt")
+        final = self._folder / f"{PREFIX}{update:08d}"
+        shutil.rmtree(final, ignore_errors=True)
+        scratch.rename(final)
+        self._link_last(final / "draft")
+        for old in self._all()[: -self._keep_last]:
+            shutil.rmtree(old)
 
-    def _all(self) -> list[Path]:
-        return sorted(self._folder.glob(f"{PREFIX}*")) if self._folder.is_dir() else []
+    def _link_last(self, draft: Path) -> None:
+        link, fresh = self._output / "last", self._output / ".last"
+        fresh.unlink(missing_ok=True)
+        fresh.symlink_to(draft.relative_to(self._output), target_is_directory=True)
+        os.replace(fresh, link)
 
     def _write_draft(self, draft: DraftModel, folder: Path, update: int) -> None:
         save_draft(draft, folder)
         provenance = self._provenance | {"update": update}
         (folder / "provenance.json").write_text(json.dumps(provenance, indent=2) + "\n", encoding="utf-8")
+
+    def _check_identity(self, stored: Mapping[str, Any]) -> None:
+        for key, value in self._identity.items():
+            if stored.get(key) != value:
+                raise UserError(
+                    f"{self._output} was trained with {key}={stored.get(key)}, this run says {value}; "
+                    "give another output= to start anew"
+                )
+
+    def _all(self) -> list[Path]:
+        return sorted(self._folder.glob(f"{PREFIX}*")) if self._folder.is_dir() else []

@@ -44,16 +44,17 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class NewHeadConfig:
-    """Sizes of the Domino head that a drafter without one is given."""
+    """Sizes of the Domino head that a drafter without one is given; None takes what the drafter's settings say."""
 
-    gru_hidden_dim: int
-    emb_dim: int
-    pure_draft_prefix_len: int
+    gru_hidden_dim: int | None = None
+    emb_dim: int | None = None
+    pure_draft_prefix_len: int | None = None
 
     def __post_init__(self) -> None:
-        at_least("head.gru_hidden_dim", self.gru_hidden_dim, 1)
-        at_least("head.emb_dim", self.emb_dim, 1)
-        at_least("head.pure_draft_prefix_len", self.pure_draft_prefix_len, 0)
+        for name, lowest in (("gru_hidden_dim", 1), ("emb_dim", 1), ("pure_draft_prefix_len", 0)):
+            value = getattr(self, name)
+            if value is not None:
+                at_least(f"head.{name}", value, lowest)
 
 
 @dataclass(frozen=True)

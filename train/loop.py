@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -9,17 +10,19 @@ from contextlib import nullcontext
 import torch
 from accelerate import Accelerator
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from data.anchors import draw_anchors
 from data.batches import Batch, collate
 from data.features import FeatureCache
 from data.samples import Sample
 from dominotree.draft.model import DraftModel
+from dominotree.errors import UserError
 from dominotree.target import Target
 
 from .checkpoints import Checkpoints
 from .config import TrainConfig
-from .metrics import StepSums, teacher_forced
+from .metrics import StepSums, peak_memory_gib, teacher_forced
 from .schedules import lambda_base, learning_rate_factor
 from .setup import loss_vocabulary
 from .step import StepInput, TrainStep
@@ -57,9 +60,9 @@ class Trainer:
             len(samples), config.optim.batch_size, updates=config.optim.updates, epochs=config.optim.epochs
         )
         lm_weight = target.model.get_output_embeddings().weight
-        vocabulary = loss_vocabulary(target, samples, config.vocab_subset)
+        self._vocabulary = loss_vocabulary(target, samples, config.vocab_subset)
         self_generated = config.prefixes == "self_generated"
-        step = TrainStep(draft, target.embed, lm_weight, vocabulary, self_generated=self_generated)
+        step = TrainStep(draft, target.embed, lm_weight, self._vocabulary, self_generated=self_generated)
         optim = config.optim
         optimizer = torch.optim.AdamW(
             [parameter for parameter in draft.parameters() if parameter.requires_grad],
@@ -71,7 +74,8 @@ class Trainer:
 
     def run(self) -> dict[str, float]:
         """Train to the end, resuming where the last checkpoint stands; returns the last validation's figures."""
-        update = self._checkpoints.restore(self._accelerator, resume=self._config.resume)
+        update = self._checkpoints.restore(self._draft, self._optimizer, resume=self._config.resume)
+        self._tracker.start(update)
         figures: dict[str, float] = {}
         with self._tracker.progress(self._total, update) as advance:
             while update < self._total:
@@ -80,10 +84,11 @@ class Trainer:
                 self._tracker.log(update, record)
                 advance(record)
                 last = update == self._total
-                if update % self._config.checkpoint_every == 0 or last:
-                    self._checkpoints.save(self._accelerator, self._draft, update)
+                # Validated first, so that a checkpoint knows of the best so far and nothing is lost between the two.
                 if update % self._config.validation.every == 0 or last:
                     figures = self._validate(update)
+                if update % self._config.checkpoint_every == 0 or last:
+                    self._checkpoints.save(self._accelerator, self._draft, self._optimizer, update)
         return figures
 
     def update(self, update: int) -> dict[str, float]:
@@ -112,7 +117,11 @@ class Trainer:
                 output = self._step(self._inputs(batch, anchors, keep, target), weight_lambda)
                 self._accelerator.backward(output.loss * scale)
             sums.add(output, target.weights)
-        norm = self._accelerator.clip_grad_norm_(self._step.parameters(), self._config.optim.clip_norm)
+        norm = float(self._accelerator.clip_grad_norm_(self._step.parameters(), self._config.optim.clip_norm))
+        if not math.isfinite(norm):
+            raise UserError(
+                f"update {update}: the gradient is {norm}; lower optim.learning_rate and go on from the last checkpoint"
+            )
         self._optimizer.step()
         self._optimizer.zero_grad()
         figures = teacher_forced(self._accelerator.reduce(sums.tensor(), "sum"), weight_lambda)
@@ -120,7 +129,8 @@ class Trainer:
         return figures | {
             "lambda": weight_lambda,
             "learning_rate": self._config.optim.learning_rate * factor,
-            "gradient_norm": float(norm) if norm is not None else 0.0,
+            "gradient_norm": norm,
+            "memory_gib": peak_memory_gib(self._accelerator.device),
             "seconds": seconds,
             "tokens_per_second": figures["supervised_tokens"] / seconds,
         }
@@ -138,23 +148,24 @@ class Trainer:
     def _collate(self, indices: list[int], idle_index: int) -> Batch:
         """A micro-batch; without samples it is one that teaches nothing, so that all processes take equal steps."""
         chosen = [self._samples[index] for index in indices or [idle_index]]
-        batch = collate(chosen, pad_id=0, cache=self._cache)
-        device = self._accelerator.device
+        batch = collate(chosen, pad_id=0)
         mask = batch.loss_mask if indices else torch.zeros_like(batch.loss_mask)
-        features = None if batch.features is None else batch.features.to(device)
-        return Batch(batch.input_ids.to(device), mask.to(device), batch.sample_ids, features)
+        device = self._accelerator.device
+        return Batch(batch.input_ids.to(device), mask.to(device), batch.sample_ids, None)
 
     def _targets(self, batch: Batch, update: int) -> tuple[Tensor, Tensor, BlockTargets]:
         seeds = [anchor_seed(self._config.seed, update, sample_id) for sample_id in batch.sample_ids]
         anchors, keep = draw_anchors(batch.loss_mask, self._config.num_anchors, seeds)
         length = self._draft.config.draft_length
         targets = block_targets(batch.input_ids, batch.loss_mask, anchors, keep, length, self._config.decay_gamma)
-        return anchors, keep, targets
+        return anchors, keep, self._vocabulary.restrict(targets)
 
     def _inputs(self, batch: Batch, anchors: Tensor, keep: Tensor, targets: BlockTargets) -> StepInput:
-        features = batch.features
-        if features is None:
+        if self._cache is None:
             features = self._target.features(batch.input_ids, self._draft.config.target_layer_ids)
+        else:
+            rows = [self._cache.get(sample_id) for sample_id in batch.sample_ids]
+            features = pad_sequence(rows, batch_first=True).to(self._accelerator.device)
         return StepInput(batch.input_ids.gather(1, anchors), anchors, keep, features, targets)
 
     def _validate(self, update: int) -> dict[str, float]:

@@ -37,10 +37,12 @@ def train(config: TrainConfig) -> int:
     if not config.debug:
         quiet_libraries()
     trainer, tracker = assemble(config, Path(config.output))
+    done = False
     try:
         trainer.run()
+        done = True
     finally:
-        tracker.close()
+        tracker.close(failed=not done)
     return 0
 
 

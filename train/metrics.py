@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import resource
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from .step import StepOutput
+from .objective import Objective
 
 NAMES = ("final_loss", "base_loss", "weight", "final_right", "base_right", "tokens", "final_run", "base_run", "blocks")
 
@@ -18,7 +19,7 @@ class StepSums:
 
     values: dict[str, Tensor] = field(default_factory=dict)
 
-    def add(self, output: StepOutput, weights: Tensor) -> None:  # weights [B, A, K]
+    def add(self, output: Objective, weights: Tensor) -> None:  # weights [B, A, K]
         counts = weights > 0
         blocks = counts.any(dim=-1)
         # Right drafts before the first wrong one; a slot without a label ends the run.
@@ -57,3 +58,10 @@ def teacher_forced(sums: Tensor, lambda_base: float) -> dict[str, float]:  # [le
         "base_teacher_forced_length": 1 + total["base_run"] / blocks,
         "supervised_tokens": total["tokens"],
     }
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """The most memory held so far: of the GPU where training runs on one, else of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -6,7 +6,7 @@ that the loss runs over).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ CHUNK_ROWS = 256
 
 class LossVocabulary:
     """The tokens that the loss runs over: all of them, or the most frequent ones of the data (FR-Spec's observation
-    that few tokens make up most text, applied to training). Labels outside the subset do not count."""
+    that few tokens make up most text, applied to training). `restrict` takes the weight off labels outside it."""
 
     def __init__(self, lm_weight: Tensor, token_ids: Tensor | None = None) -> None:  # [V, H], [v]
         self.token_ids = token_ids
@@ -37,6 +37,10 @@ class LossVocabulary:
 
     def labels(self, labels: Tensor) -> Tensor:  # [...] -> [...], -1 outside the subset
         return labels if self._index is None else self._index[labels]
+
+    def restrict(self, targets: BlockTargets) -> BlockTargets:
+        """The same targets with no weight on labels outside the subset."""
+        return replace(targets, weights=targets.weights * (self.labels(targets.labels) >= 0))
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         wants_hidden, wants_low_rank, wants_rows = (ctx.needs_input_grad[i] for i in (0, 1, 3))
         grad_hidden = torch.zeros_like(hidden) if wants_hidden else None
         grad_low_rank = torch.zeros_like(low_rank) if wants_low_rank else None
-        grad_rows = torch.zeros_like(rows) if wants_rows else None
+        grad_rows = torch.zeros_like(rows, dtype=torch.float32) if wants_rows else None
         final_sum, base_sum = weights.new_zeros(()), weights.new_zeros(())
         final_right, base_right = torch.zeros_like(labels, dtype=torch.bool), torch.zeros_like(labels, dtype=torch.bool)
         for start in range(0, len(labels), CHUNK_ROWS):
@@ -87,7 +91,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if grad_low_rank is not None:
                 grad_low_rank[part] = narrow @ rows
             if grad_rows is not None:
-                grad_rows.addmm_(narrow.T, low_rank[part])
+                grad_rows += narrow.T @ low_rank[part]
             if grad_hidden is not None:
                 grad_hidden[part] = (d_final + d_base).to(lm_weight.dtype) @ lm_weight
         ctx.gradients = (grad_hidden, grad_low_rank, grad_rows)
@@ -116,18 +120,20 @@ def domino_objective(
     Without a head, final and base logits are the same. Touches every parameter of the draft, whatever counts, so that
     data-parallel ranks with nothing to learn, or with lambda at 1, stay in step.
     """
-    labels = vocabulary.labels(targets.labels)
-    counts = (targets.weights > 0) & (labels >= 0)
+    counts = targets.weights > 0
     low_rank, rows = _low_rank(draft, hidden, targets.prefix_ids, embed)
-    loss, final_loss, base_loss, final_right, base_right = _ChunkedCrossEntropy.apply(
-        hidden[counts],
-        low_rank[counts],
-        vocabulary.lm_weight,
-        vocabulary.rows(rows),
-        labels[counts],
-        targets.weights[counts],
-        lambda_base,
-    )
+    dtype = vocabulary.lm_weight.dtype
+    # Autocast does not reach into a function with a backward of its own: the dtype is one here, the target's.
+    with torch.autocast(hidden.device.type, enabled=False):
+        loss, final_loss, base_loss, final_right, base_right = _ChunkedCrossEntropy.apply(
+            hidden[counts].to(dtype),
+            low_rank[counts].to(dtype),
+            vocabulary.lm_weight,
+            vocabulary.rows(rows).to(dtype),
+            vocabulary.labels(targets.labels)[counts],
+            targets.weights[counts],
+            lambda_base,
+        )
     untouched = sum(parameter.sum() for parameter in draft.parameters() if parameter.requires_grad)
     return Objective(
         loss=loss + 0.0 * untouched,

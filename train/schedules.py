@@ -14,11 +14,12 @@ def lambda_base(update: int, total_updates: int, *, start: float, decay_ratio: f
 
 def learning_rate_factor(update: int, total_updates: int, *, schedule: str, warmup_ratio: float) -> float:
     """Factor on the peak learning rate in update number `update` (the first is 1): linear warm-up, then a half cosine
-    or a line to 0, or constant."""
+    or a line towards 0, or constant."""
     warmup = max(1, int(total_updates * warmup_ratio)) if warmup_ratio else 0
     if update <= warmup:
         return update / warmup
-    progress = (update - warmup) / max(1, total_updates - warmup)
+    # Of the updates done before this one, so that the last one still learns.
+    progress = (update - 1 - warmup) / max(1, total_updates - warmup)
     if schedule == "cosine":
         return 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
     if schedule == "linear":

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dominotree.draft.model import DraftModel, Embed
 
-from .objective import LossVocabulary, domino_objective
+from .objective import LossVocabulary, Objective, domino_objective
 from .targets import BlockTargets
 
 
@@ -25,17 +25,6 @@ class StepInput:
     keep: Tensor  # [B, A]
     features: Tensor  # [B, S, F]
     targets: BlockTargets
-
-
-@dataclass(frozen=True)
-class StepOutput:
-    """Sums over the rows of one micro-batch."""
-
-    loss: Tensor  # [] differentiable
-    final_loss: Tensor  # []
-    base_loss: Tensor  # []
-    final_right: Tensor  # [B, A, K] bool
-    base_right: Tensor  # [B, A, K] bool
 
 
 class TrainStep(nn.Module):
@@ -51,7 +40,7 @@ class TrainStep(nn.Module):
         # In a tuple, so that the target's weights do not become this module's.
         self._target_parts = (embed, lm_weight)
 
-    def forward(self, inputs: StepInput, lambda_base: float) -> StepOutput:
+    def forward(self, inputs: StepInput, lambda_base: float) -> Objective:
         embed, lm_weight = self._target_parts
         hidden = self.draft.train_hidden(inputs.anchor_ids, inputs.anchors, inputs.keep, inputs.features, embed)
         hidden = hidden[:, :, hidden.shape[2] - self.draft.config.draft_length :]
@@ -59,14 +48,7 @@ class TrainStep(nn.Module):
         if self._self_generated:
             prefix_ids = self_generated_prefixes(self.draft, hidden, targets.prefix_ids, embed, lm_weight)
             targets = BlockTargets(prefix_ids, targets.labels, targets.weights)
-        objective = domino_objective(self.draft, hidden, targets, embed, self._vocabulary, lambda_base)
-        return StepOutput(
-            objective.loss,
-            objective.final_loss,
-            objective.base_loss,
-            objective.final_right,
-            objective.base_right,
-        )
+        return domino_objective(self.draft, hidden, targets, embed, self._vocabulary, lambda_base)
 
 
 @torch.no_grad()
@@ -84,7 +66,7 @@ def self_generated_prefixes(
     state = draft.head.initial_state(1).expand(*prefix_ids.shape[:2], -1)
     for slot in range(hidden.shape[2] - 1):
         state = draft.head.advance(embed(tokens[-1]).to(hidden.dtype), state)
-        logits = nn.functional.linear(hidden[:, :, slot], lm_weight)
+        logits = nn.functional.linear(hidden[:, :, slot].to(lm_weight.dtype), lm_weight)
         if slot >= draft.config.uncorrected_length:
             logits = logits + draft.head.correction(hidden[:, :, slot], state)
         tokens.append(logits.argmax(dim=-1))

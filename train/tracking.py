@@ -18,20 +18,31 @@ from .config import TrackingConfig
 from .validation import ValidationFigures
 
 RUN_ID = "wandb_run_id"
+WANDB_TIMEOUT = 30  # seconds
 
 
 class Tracker:
     """The main process's tracker; the others' do nothing (`active` False)."""
 
     def __init__(self, config: TrackingConfig, output: Path, provenance: dict[str, Any], *, active: bool) -> None:
+        self._config = config
         self._active = active
         self._output = output
+        self._provenance = provenance
+        self._file = output / "metrics.jsonl"
         self._console = Console(stderr=True)
         self._run: Any = None
-        if active:
-            output.mkdir(parents=True, exist_ok=True)
-            if config.wandb != "disabled":
-                self._run = _start_wandb(config, output, provenance)
+
+    def start(self, update: int) -> None:
+        """Go on after `update`: figures of later updates, which will come again, are taken back."""
+        if not self._active:
+            return
+        self._output.mkdir(parents=True, exist_ok=True)
+        lines = self._file.read_bytes().splitlines(keepends=True) if self._file.exists() else []
+        kept = [line for line in lines if line.endswith(b"\n") and json.loads(line)["update"] <= update]
+        self._file.write_bytes(b"".join(kept))
+        if self._config.wandb != "disabled":
+            self._run = _start_wandb(self._config, self._output, self._provenance)
 
     def log(self, update: int, record: dict[str, float]) -> None:
         self._write({"update": update} | record)
@@ -76,13 +87,13 @@ class Tracker:
 
             yield advance
 
-    def close(self) -> None:
+    def close(self, *, failed: bool) -> None:
         if self._run is not None:
-            self._run.finish()
+            self._run.finish(exit_code=int(failed))
 
     def _write(self, record: dict[str, Any]) -> None:
         if self._active:
-            with (self._output / "metrics.jsonl").open("a", encoding="utf-8") as file:
+            with self._file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
 
 
@@ -116,12 +127,17 @@ def _start_wandb(config: TrackingConfig, output: Path, provenance: dict[str, Any
     stored = output / RUN_ID
     run_id = stored.read_text(encoding="utf-8").strip() if stored.exists() else secrets.token_hex(4)
     stored.write_text(run_id + "\n", encoding="utf-8")
-    return wandb.init(
-        project=config.project,
-        name=config.name,
-        id=run_id,
-        resume="allow",
-        mode=cast(Literal["online", "offline"], config.wandb),
-        dir=str(output),
-        config=provenance,
-    )
+    try:
+        return wandb.init(
+            project=config.project,
+            name=config.name,
+            id=run_id,
+            resume="allow",
+            mode=cast(Literal["online", "offline"], config.wandb),
+            dir=str(output),
+            config=provenance,
+            settings=wandb.Settings(init_timeout=WANDB_TIMEOUT),
+        )
+    except wandb.errors.Error as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"Weights & Biases: {reason}; tracking.wandb=offline works without it") from error

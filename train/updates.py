@@ -8,9 +8,31 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import overload
 
 from data.batches import epoch_order
+from data.samples import Sample
 from dominotree.errors import UserError
+
+
+class Selection(Sequence[Sample]):
+    """Some samples of a set, read when they are asked for."""
+
+    def __init__(self, samples: Sequence[Sample], indices: Sequence[int]) -> None:
+        self._samples = samples
+        self._indices = indices
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Sample]: ...
+    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
+        if isinstance(index, slice):
+            return [self._samples[place] for place in self._indices[index]]
+        return self._samples[self._indices[index]]
 
 
 def total_updates(count: int, batch_size: int, *, updates: int | None, epochs: int | None) -> int:

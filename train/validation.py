@@ -15,6 +15,7 @@ from dominotree.decode.methods import make_method
 from dominotree.decode.sampling import Sampling
 from dominotree.decode.stopping import Stopping
 from dominotree.draft.model import DraftModel
+from dominotree.errors import UserError
 from dominotree.target import Target
 
 
@@ -28,7 +29,8 @@ class ValidationFigures:
 
     @property
     def score(self) -> float:
-        return max(self.acceptance_length.values())
+        """τ of the best tree that this drafter can build: conditional with a head, marginal without."""
+        return self.acceptance_length.get("dominotree", self.acceptance_length["ddtree"])
 
     def flat(self) -> dict[str, float]:
         figures = {f"tau/{name}": value for name, value in self.acceptance_length.items()}
@@ -40,8 +42,17 @@ class ValidationFigures:
 class Validator:
     """Decodes the beginning of every held-out sample on; prompts are shared out among the processes."""
 
-    def __init__(self, samples: Sequence[Sample], *, max_new_tokens: int, node_budget: int) -> None:
+    def __init__(
+        self, samples: Sequence[Sample], *, max_new_tokens: int, node_budget: int, context_length: int | None
+    ) -> None:
+        """Raises UserError where a prompt and its continuation do not fit into the target's context (tokens)."""
         self._prompts = [sample.token_ids[: sample.loss_mask.index(True)] for sample in samples]
+        longest = max(map(len, self._prompts))
+        if context_length is not None and longest + max_new_tokens > context_length:
+            raise UserError(
+                f"a held-out prompt of {longest} tokens and validation.max_new_tokens={max_new_tokens} exceed the "
+                f"target's context of {context_length}; lower max_length or validation.max_new_tokens"
+            )
         self._max_new_tokens = max_new_tokens
         self._node_budget = node_budget
 

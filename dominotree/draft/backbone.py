@@ -80,7 +80,11 @@ class DraftAttention(nn.Module):
     ) -> Tensor:  # [B, Q, H]
         queries = rotate(self.q_norm(self._split_heads(self.q_proj(hidden))), rotation)
         keys, values = context.with_block(self.layer, *self.keys_values(hidden, rotation))
-        mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
+        if mask is not None:
+            # With a mask, CUDA has no memory-efficient kernel for grouped queries: repeat the heads for it.
+            groups = queries.shape[1] // keys.shape[1]
+            keys, values = keys.repeat_interleave(groups, dim=1), values.repeat_interleave(groups, dim=1)
+        mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=mask is None)
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
     def _split_heads(self, projected: Tensor) -> Tensor:  # [B, T, heads*D] -> [B, heads, T, D]
