@@ -6,11 +6,9 @@ from collections.abc import Sequence
 
 from .chat import encode_chat, encode_raw
 from .decode.generation import Generation
-from .decode.loop import check_request, decode
 from .decode.methods import make_method
 from .decode.sampling import Sampling
-from .decode.stopping import Stopping
-from .decode.text import TextStream
+from .decode.stream import TextGeneration
 from .draft.checkpoint import check_fits, load_draft
 from .draft.model import DraftModel
 from .errors import UserError
@@ -68,16 +66,13 @@ def generate(
     chosen = make_method(method, **method_options)
     sampling = Sampling(temperature, top_k, top_p, seed)
     prompt_ids = encode_prompt(target, prompt, raw=raw, system=system)
-    check_request(target, draft, chosen, len(prompt_ids), max_new_tokens)
-    stopping = Stopping(max_new_tokens, target.end_token_ids, stop, target.tokenizer)
-    generation = decode(
-        target, draft, chosen, prompt_ids, max_new_tokens=max_new_tokens, sampling=sampling, stopping=stopping
+    text = TextGeneration(
+        target, draft, chosen, prompt_ids, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop
     )
-    stream = TextStream(target.tokenizer, stop)
-    stream.push(generation.token_ids)
-    stream.flush()
-    generation.text = stream.text
-    return generation
+    for _ in text:
+        pass
+    text.finish()
+    return text.generation
 
 
 def encode_prompt(target: Target, prompt: str | Messages, *, raw: bool = False, system: str | None = None) -> list[int]:

@@ -79,7 +79,7 @@ class Target:
             )
         except UserError:
             raise
-        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
             reason = str(error).strip().splitlines() or [type(error).__name__]
             raise UserError(f"cannot load the target {path}: {reason[0]}") from error
         model, report = loaded

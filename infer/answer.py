@@ -11,11 +11,9 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from dominotree.decode.generation import Generation
-from dominotree.decode.loop import decode_rounds
 from dominotree.decode.methods import Method
 from dominotree.decode.sampling import Sampling
-from dominotree.decode.stopping import Stopping
-from dominotree.decode.text import TextStream
+from dominotree.decode.stream import TextGeneration
 from dominotree.draft.model import DraftModel
 from dominotree.target import Target
 
@@ -43,29 +41,25 @@ class Answerer:
 
     def stream(self, method: Method, prompt_ids: Sequence[int], seed: int, write: Callable[[str], None]) -> Answer:
         """Generate after `prompt_ids`, giving `write` each piece of text as soon as it is certain."""
-        assert self.target.tokenizer is not None
-        generation, text = Generation(method.name), TextStream(self.target.tokenizer, self.stop)
-        stopping = Stopping(self.max_new_tokens, self.target.end_token_ids, self.stop, self.target.tokenizer)
-        rounds = decode_rounds(
+        text = TextGeneration(
             self.target,
             self.draft,
             method,
-            list(prompt_ids),
+            prompt_ids,
             max_new_tokens=self.max_new_tokens,
             sampling=replace(self.sampling, seed=seed),
-            stopping=stopping,
+            stop=self.stop,
         )
+        generation = text.generation
         first_token_seconds, start = None, time.perf_counter()
         with Interruption() as interruption:
-            for round_ in rounds:
-                if first_token_seconds is None and round_.token_ids:
+            for piece in text:
+                if first_token_seconds is None and generation.token_ids:
                     first_token_seconds = time.perf_counter() - start
-                generation.add(round_)
-                write(text.push(round_.token_ids))
+                write(piece)
                 if interruption.asked:
                     break
-        write(text.flush())
-        generation.text = text.text
+        write(text.finish())
         generation.finish_reason = generation.finish_reason or INTERRUPTED
         return Answer(generation, first_token_seconds, interruption.asked)
 

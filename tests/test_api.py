@@ -214,7 +214,7 @@ def test_the_alignment_may_be_stated_by_the_caller(saved: Path, tmp_path: Path) 
         ({"node_budget": 0}, "node_budget must be an integer of at least 1, got 0"),
         ({"temperature": -1.0}, "temperature must be 0"),
         ({"top_p": 0.0}, "top_p must lie above 0"),
-        ({"max_new_tokens": -1}, "max_new_tokens must not be negative, got -1"),
+        ({"max_new_tokens": -1}, "max_new_tokens must be 0 or more, got -1"),
         ({"max_new_tokens": 10_000}, "exceed the target's context of 256 tokens"),
         ({"stop": [""]}, "a stop string must not be empty"),
         ({"stop": "w3"}, "stop must be a list of strings"),

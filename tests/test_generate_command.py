@@ -13,7 +13,7 @@ import pytest
 import torch
 from tiny_chat import ids_of, records, save_tiny_models, scripted
 
-import infer.answer
+import dominotree.decode.stream
 from dominotree import generate, load
 from dominotree.decode.generation import Round
 from dominotree.decode.methods import METHODS
@@ -104,7 +104,9 @@ def test_the_accepted_lengths_are_the_reference_ones(reference: Path, tmp_path: 
 def test_stop_strings_end_the_text_before_them(
     words: list[str], tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(infer.answer, "decode_rounds", scripted([[ids] for ids in ids_of("one\n\ntwo ## three")]))
+    monkeypatch.setattr(
+        dominotree.decode.stream, "decode_rounds", scripted([[ids] for ids in ids_of("one\n\ntwo ## three")])
+    )
     output = tmp_path / "out.jsonl"
     assert main([*words, "prompt=a", "max_new_tokens=30", 'stop=["##", "\\n\\n"]', f"output={output}"]) == 0
     assert capsys.readouterr().out == "one\n"
@@ -114,7 +116,9 @@ def test_stop_strings_end_the_text_before_them(
 
 def test_text_streams_in_whole_characters(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     pieces: list[str] = []
-    monkeypatch.setattr(infer.answer, "decode_rounds", scripted([ids_of("é🦀")[:4], ids_of("é🦀")[4:], ids_of("!")]))
+    monkeypatch.setattr(
+        dominotree.decode.stream, "decode_rounds", scripted([ids_of("é🦀")[:4], ids_of("é🦀")[4:], ids_of("!")])
+    )
     monkeypatch.setattr(sys.stdout, "write", lambda text: pieces.append(text) or len(text))
     assert main([*words, "prompt=a"]) == 0
     assert pieces == ["é", "🦀", "!", "\n"]
@@ -240,7 +244,7 @@ def test_compare_counts_differences_and_gives_the_logit_gap(
     def rounds(target: Any, draft: Any, method: Any, prompt_ids: list[int], **options: Any) -> Iterator[Round]:
         return scripted([[token] for token in (plain if method.name == "ar" else other)])(**options)
 
-    monkeypatch.setattr(infer.answer, "decode_rounds", rounds)
+    monkeypatch.setattr(dominotree.decode.stream, "decode_rounds", rounds)
     output = tmp_path / "out.jsonl"
     assert main([*words, "prompt=a", "raw=true", "compare=true", f"dtype={dtype}", f"output={output}"]) == 0
     target, _ = load(str(folder / "target"), dtype=dtype)

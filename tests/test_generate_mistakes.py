@@ -14,7 +14,7 @@ import pytest
 import torch
 from tiny_chat import ids_of, records, save_tiny_models, scripted
 
-import infer.answer
+import dominotree.decode.stream
 import infer.records
 from infer.generate import main
 
@@ -44,7 +44,7 @@ def test_ctrl_c_keeps_what_was_produced(
             os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(
-        infer.answer, "decode_rounds", scripted([ids_of("ab"), ids_of("é")[:1], ids_of("d")], interrupt)
+        dominotree.decode.stream, "decode_rounds", scripted([ids_of("ab"), ids_of("é")[:1], ids_of("d")], interrupt)
     )
     prompts, output = tmp_path / "p.jsonl", tmp_path / "out.jsonl"
     prompts.write_text('{"prompt": "a"}\n{"prompt": "b"}\n', encoding="utf-8")
@@ -63,7 +63,7 @@ def test_a_second_ctrl_c_cuts_through(words: list[str], monkeypatch: pytest.Monk
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(infer.answer, "decode_rounds", scripted([[5], [6]], insist))
+    monkeypatch.setattr(dominotree.decode.stream, "decode_rounds", scripted([[5], [6]], insist))
     assert main([*words, "prompt=a"]) == 130
     assert capsys.readouterr().err.endswith("interrupted\n")
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

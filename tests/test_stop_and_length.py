@@ -170,7 +170,7 @@ class TestRefusals:
         ("prompt", "count", "message"),
         [
             ([], 5, "the prompt is empty"),
-            (PROMPT, -1, "max_new_tokens must not be negative, got -1"),
+            (PROMPT, -1, "max_new_tokens must be 0 or more, got -1"),
             ([1] * 257, 0, "257 tokens .* context of 256 tokens"),
             ([1] * 250, 7, "250 tokens and max_new_tokens=7 exceed the target's context of 256 tokens"),
         ],

@@ -84,7 +84,7 @@ def check_request(
     if not isinstance(max_new_tokens, int):
         raise UserError(f"max_new_tokens must be a whole number, got {max_new_tokens!r}")
     if max_new_tokens < 0:
-        raise UserError(f"max_new_tokens must not be negative, got {max_new_tokens}")
+        raise UserError(f"max_new_tokens must be 0 or more, got {max_new_tokens}")
     limit = target.context_length
     if limit is not None and prompt_length + max_new_tokens > limit:
         raise UserError(
