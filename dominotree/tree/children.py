@@ -62,11 +62,11 @@ def ordered_topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:  # [..., V] -
     return scores.gather(-1, chosen), chosen
 
 
-class MarginalScorer:
-    """Children by depth only, from the base logits over the full vocabulary (DDTree, section 4)."""
+class DepthScorer:
+    """Children that depend on the depth alone, whatever the path: no state is carried."""
 
-    def __init__(self, base_logits: Tensor, node_topk: int) -> None:  # [K, V]
-        self._children = _best_children(base_logits.float(), node_topk)
+    def __init__(self, children: list[Children]) -> None:  # one entry a slot
+        self._children = children
 
     def root_state(self) -> None:
         return None
@@ -78,11 +78,18 @@ class MarginalScorer:
         return self._children[slot]
 
 
+class MarginalScorer(DepthScorer):
+    """From the base logits over the full vocabulary (DDTree, section 4)."""
+
+    def __init__(self, base_logits: Tensor, node_topk: int) -> None:  # [K, V]
+        super().__init__(_best_children(base_logits.float(), node_topk))
+
+
 class CorrectedLogits:
-    """Log-probabilities of the drafted slots, corrected for a prefix, over the top-M candidates of each slot.
+    """Logits of the drafted slots, corrected for a prefix, over the top-M candidates of each slot.
 
     Slots before `uncorrected_length` keep their base logits and the full vocabulary. A `candidate_width` of 0 takes
-    the full vocabulary everywhere. The normaliser runs over the candidates only (DominoTree, section 3).
+    the full vocabulary everywhere. Normalisers run over the candidates only (DominoTree, section 3).
     """
 
     def __init__(self, proposal: Proposal, candidate_width: int) -> None:
@@ -114,26 +121,19 @@ class CorrectedLogits:
         return self.head.advance(self.proposal.embed_for_head(token_id), state)
 
 
-class StaticCorrectedScorer:
+class StaticCorrectedScorer(DepthScorer):
     """The correction once a depth, along the greedy chain, shared by all nodes of that depth: the control that tells
     having a correction from conditioning it on the path."""
 
     def __init__(self, proposal: Proposal, candidate_width: int, node_topk: int) -> None:
         logits = CorrectedLogits(proposal, candidate_width)
         state = logits.root_state()
-        self._children: list[Children] = []
+        children: list[Children] = []
         for slot in range(len(proposal.hidden)):
-            self._children.append(_named_children(*logits.at(slot, state), node_topk))
-            state = logits.advance(state, _token(self._children[slot][0][0], state))
-
-    def root_state(self) -> None:
-        return None
-
-    def advance(self, state: None, token_id: int) -> None:
-        return None
-
-    def children(self, state: None, slot: int) -> Children:
-        return self._children[slot]
+            if slot:
+                state = logits.advance(state, _token(children[-1][0][0], state))
+            children.append(_named_children(*logits.at(slot, state), node_topk))
+        super().__init__(children)
 
 
 class ConditionalScorer:
@@ -166,8 +166,9 @@ def greedy_rollout(proposal: Proposal) -> Tensor:  # [K]
     state = logits.root_state()
     tokens: list[Tensor] = []
     for slot in range(len(proposal.hidden)):
+        if slot:
+            state = logits.advance(state, tokens[-1])
         tokens.append(logits.at(slot, state)[0].argmax())
-        state = logits.advance(state, tokens[-1])
     return torch.stack(tokens)
 
 
