@@ -20,6 +20,7 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from data.download import say
 from data.progress import progress_bar
@@ -92,26 +93,34 @@ class FeatureCache:
 
     def get(self, sample_id: int, token_ids: Sequence[int] | None = None) -> Tensor:  # [S, F] bfloat16
         """A sample's features. Raises UserError where they are missing, or of other tokens than `token_ids`."""
-        if sample_id not in self._places:
-            raise UserError(
-                f"the features in {self._directory} lack sample {sample_id}; run data.prepare with features= once more"
-            )
         if token_ids is not None:
             self.check(sample_id, token_ids)
-        shard = self._open(self._places[sample_id][0])
+        shard = self._open(self._place(sample_id)[0])
         stored = shard.get_tensor(str(sample_id))
         if stored.dtype != torch.int8:
             return stored
         return dequantise(stored, shard.get_tensor(f"{sample_id}.scale"))
 
+    def get_batch(self, sample_ids: Sequence[int]) -> Tensor:  # [B, S, F] bfloat16
+        """The features of several samples, padded on the right with zeros. Raises UserError where one is missing."""
+        return pad_sequence([self.get(sample_id) for sample_id in sample_ids], batch_first=True)
+
     def check(self, sample_id: int, token_ids: Sequence[int]) -> None:
-        """Raises UserError unless the sample's features are those of these tokens."""
-        _, length, checksum = self._places[sample_id]
+        """Raises UserError unless the sample's features are there, and those of these tokens."""
+        _, length, checksum = self._place(sample_id)
         if (len(token_ids), _checksum(token_ids)) != (length, checksum):
             raise UserError(
                 f"the features in {self._directory} are of other tokens for sample {sample_id} (max_length or the "
                 "conversations have changed); remove that directory and write them anew"
             )
+
+    def _place(self, sample_id: int) -> tuple[str, int, int]:
+        """The shard that holds a sample, the sample's length in tokens and their checksum."""
+        if sample_id not in self._places:
+            raise UserError(
+                f"the features in {self._directory} lack sample {sample_id}; run data.prepare with features= once more"
+            )
+        return self._places[sample_id]
 
     def _open(self, file: str) -> Any:
         if file not in self._files:

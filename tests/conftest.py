@@ -243,3 +243,19 @@ def random_trees(draw: st.DrawFn, max_size: int, vocab_size: int = 50) -> Random
             parents.append(parent)
             token_ids.append(token)
     return RandomTree(token_ids, parents)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tiny chat models and drafters on disk, under a name that is awkward on a command line."""
+    from tiny_chat import save_tiny_models  # which builds on this file
+
+    folder = tmp_path_factory.mktemp("models, a=1 {x}")
+    save_tiny_models(folder)
+    return folder
+
+
+@pytest.fixture
+def words(folder: Path) -> list[str]:
+    """What every call of the generate command in the tests begins with."""
+    return [f"target={folder / 'target'}", f"draft={folder / 'draft'}", "max_new_tokens=12"]

@@ -19,7 +19,6 @@ def test_samples_are_padded_on_the_right_with_nothing_to_learn() -> None:
     assert batch.loss_mask.tolist() == [[False, True, True, False, False], LONG.loss_mask]
     assert (batch.input_ids.dtype, batch.loss_mask.dtype) == (torch.int64, torch.bool)
     assert batch.sample_ids == [7, 3]
-    assert batch.features is None
 
 
 def test_one_sample_is_a_batch() -> None:

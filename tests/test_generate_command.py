@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_chat import ids_of, records, save_tiny_models, scripted
+from tiny_chat import ids_of, records, scripted
 
 import dominotree.decode.stream
 from dominotree import generate, load
@@ -30,18 +30,6 @@ KEYS = {
     "seconds",
 }
 Capture = pytest.CaptureFixture[str]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models, a=1 {x}")
-    save_tiny_models(folder)
-    return folder
-
-
-@pytest.fixture
-def words(folder: Path) -> list[str]:
-    return [f"target={folder / 'target'}", f"draft={folder / 'draft'}", "max_new_tokens=12"]
 
 
 # Answers and records

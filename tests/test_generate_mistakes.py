@@ -12,25 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_chat import ids_of, records, save_tiny_models, scripted
+from tiny_chat import ids_of, records, scripted
 
 import dominotree.decode.stream
 import infer.records
 from infer.generate import main
 
 Capture = pytest.CaptureFixture[str]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models, a=1 {x}")
-    save_tiny_models(folder)
-    return folder
-
-
-@pytest.fixture
-def words(folder: Path) -> list[str]:
-    return [f"target={folder / 'target'}", f"draft={folder / 'draft'}", "max_new_tokens=12"]
 
 
 # Ctrl-C, full disks, terminals

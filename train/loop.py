@@ -10,7 +10,6 @@ from contextlib import nullcontext
 import torch
 from accelerate import Accelerator
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from data.anchors import draw_anchors
 from data.batches import Batch, collate
@@ -151,7 +150,7 @@ class Trainer:
         batch = collate(chosen, pad_id=0)
         mask = batch.loss_mask if indices else torch.zeros_like(batch.loss_mask)
         device = self._accelerator.device
-        return Batch(batch.input_ids.to(device), mask.to(device), batch.sample_ids, None)
+        return Batch(batch.input_ids.to(device), mask.to(device), batch.sample_ids)
 
     def _targets(self, batch: Batch, update: int) -> tuple[Tensor, Tensor, BlockTargets]:
         seeds = [anchor_seed(self._config.seed, update, sample_id) for sample_id in batch.sample_ids]
@@ -164,8 +163,7 @@ class Trainer:
         if self._cache is None:
             features = self._target.features(batch.input_ids, self._draft.config.target_layer_ids)
         else:
-            rows = [self._cache.get(sample_id) for sample_id in batch.sample_ids]
-            features = pad_sequence(rows, batch_first=True).to(self._accelerator.device)
+            features = self._cache.get_batch(batch.sample_ids).to(self._accelerator.device)
         return StepInput(batch.input_ids.gather(1, anchors), anchors, keep, features, targets)
 
     def _validate(self, update: int) -> dict[str, float]:
