@@ -28,7 +28,7 @@ VARIANTS = {
     "teacher forcing": [*TOGETHER, "lambda_start=0.0"],
     "teacher forcing, curriculum": [*TOGETHER, "lambda_start=1.0"],
 }
-METHODS = ("dflash", "domino", "ddtree", "dominotree")
+METHODS = ("dflash", "domino", "ddtree", "static_corrected", "dominotree")
 
 
 def run_variant(folder: Path, words: list[str]) -> dict[str, float]:

@@ -68,6 +68,7 @@ class Trainer:
             lr=optim.learning_rate,
             betas=(optim.beta1, optim.beta2),
             weight_decay=optim.weight_decay,
+            fused=True,
         )
         self._step, self._optimizer = accelerator.prepare(step, optimizer)
 

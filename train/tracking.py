@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from dominotree.errors import UserError
+from data.tracking import TrackingConfig, start_wandb
 
-from .config import TrackingConfig
 from .validation import ValidationFigures
 
-RUN_ID = "wandb_run_id"
-WANDB_TIMEOUT = 30  # seconds
+LINES_OFF_TERMINAL = 100  # of progress, over a whole run
 
 
 class Tracker:
@@ -32,6 +29,7 @@ class Tracker:
         self._file = output / "metrics.jsonl"
         self._console = Console(stderr=True)
         self._run: Any = None
+        self._tau = ""
 
     def start(self, update: int) -> None:
         """Go on after `update`: figures of later updates, which will come again, are taken back."""
@@ -41,8 +39,7 @@ class Tracker:
         lines = self._file.read_bytes().splitlines(keepends=True) if self._file.exists() else []
         kept = [line for line in lines if line.endswith(b"\n") and json.loads(line)["update"] <= update]
         self._file.write_bytes(b"".join(kept))
-        if self._config.wandb != "disabled":
-            self._run = _start_wandb(self._config, self._output, self._provenance)
+        self._run = start_wandb(self._config, self._output, self._provenance)
 
     def log(self, update: int, record: dict[str, float]) -> None:
         self._write({"update": update} | record)
@@ -53,6 +50,7 @@ class Tracker:
         self._write({"update": update} | figures.flat())
         if not self._active:
             return
+        self._tau = f"  τ {figures.score:.2f}"
         taus = ", ".join(f"{name} {value:.3f}" for name, value in figures.acceptance_length.items())
         self._console.print(f"update {update}: τ by decoding: {taus}", highlight=False, soft_wrap=True)
         if self._run is not None:
@@ -67,7 +65,8 @@ class Tracker:
 
     @contextmanager
     def progress(self, total: int, done: int) -> Iterator[Callable[[dict[str, float]], None]]:
-        """A bar with loss, λ, learning rate and speed; yields what advances it by one update."""
+        """A bar with the figures that matter; yields what advances it by one update. Off a terminal, a line now and
+        then."""
         columns = (
             TextColumn("[progress.description]{task.description}"),
             BarColumn(),
@@ -81,9 +80,13 @@ class Tracker:
             def advance(record: dict[str, float]) -> None:
                 shown = (
                     f"loss {record['loss']:.3f}  base {record['base_loss']:.3f}  λ {record['lambda']:.2f}  "
-                    f"lr {record['learning_rate']:.1e}  {record['tokens_per_second']:.0f} tok/s"
+                    f"lr {record['learning_rate']:.1e}  grad {record['gradient_norm']:.2f}  "
+                    f"{record['tokens_per_second']:.0f} tok/s{self._tau}"
                 )
                 bar.update(task, advance=1, description=shown)
+                update = int(bar.tasks[0].completed)
+                if self._active and not visible and update % max(1, total // LINES_OFF_TERMINAL) == 0:
+                    self._console.print(f"update {update} of {total}: {shown}", highlight=False, soft_wrap=True)
 
             yield advance
 
@@ -114,30 +117,3 @@ def plot_acceptance(figures: ValidationFigures, path: Path) -> str:
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
     return str(path)
-
-
-def _start_wandb(config: TrackingConfig, output: Path, provenance: dict[str, Any]) -> Any:
-    """The run of this directory, continued under its own id after a restart. Raises UserError without the package."""
-    try:
-        import wandb
-    except ImportError as error:
-        raise UserError(
-            f"tracking.wandb={config.wandb} needs the wandb package: pip install -e '.[wandb]', or say disabled"
-        ) from error
-    stored = output / RUN_ID
-    run_id = stored.read_text(encoding="utf-8").strip() if stored.exists() else secrets.token_hex(4)
-    stored.write_text(run_id + "\n", encoding="utf-8")
-    try:
-        return wandb.init(
-            project=config.project,
-            name=config.name,
-            id=run_id,
-            resume="allow",
-            mode=cast(Literal["online", "offline"], config.wandb),
-            dir=str(output),
-            config=provenance,
-            settings=wandb.Settings(init_timeout=WANDB_TIMEOUT),
-        )
-    except wandb.errors.Error as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"Weights & Biases: {reason}; tracking.wandb=offline works without it") from error

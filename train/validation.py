@@ -94,10 +94,12 @@ class Validator:
 
 
 def _methods(draft: DraftModel, node_budget: int) -> list[tuple[str, dict[str, int]]]:
-    """Chain and tree, without the head and, where there is one, with it."""
+    """Chain and tree, without the head and, where there is one, with it; of the trees also the control between both."""
     budget = {"node_budget": node_budget}
     plain = [("dflash", {}), ("ddtree", budget)]
-    return plain if draft.head is None else [*plain, ("domino", {}), ("dominotree", budget)]
+    return (
+        plain if draft.head is None else [*plain, ("domino", {}), ("static_corrected", budget), ("dominotree", budget)]
+    )
 
 
 def _text(target: Target, prompt: list[int], generation: Generation) -> tuple[str, str]:
