@@ -59,11 +59,12 @@ def at_least(key: str, value: float, lowest: float) -> None:
 
 
 def _convert(hint: Any, value: Any, key: str) -> Any:
-    """`value` as the type `hint`: a dataclass, a plain type, `tuple[X, ...]`, `dict[str, X]`; any of them or None."""
+    """`value` as the type `hint`: a dataclass, a plain type, `tuple[X, ...]`, `dict[str, X]`, a union of these."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         if value is None:
             return None
-        (hint,) = [option for option in typing.get_args(hint) if option is not type(None)]
+        options = [option for option in typing.get_args(hint) if option is not type(None)]
+        hint = next((option for option in options if _takes(option, value)), options[0])
     kind = typing.get_origin(hint) or hint
     if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
         return build(typing.cast(type, hint), value, f"{key}.")
@@ -77,3 +78,8 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
         return value
     expected = "a group of keys" if dataclasses.is_dataclass(hint) else _NAMES.get(kind, str(kind))
     raise UserError(f"{key} must be {expected}, got {'null' if value is None else repr(value)}")
+
+
+def _takes(hint: Any, value: Any) -> bool:
+    """Whether, of a union, this is the type meant by `value`."""
+    return isinstance(value, Mapping) if dataclasses.is_dataclass(hint) else type(value) is hint

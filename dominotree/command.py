@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -203,7 +204,10 @@ def _place(command: Command[Any], values: dict[str, Any], key: str, value: Any, 
 
 
 def _report(message: str, code: int, debug: bool) -> int:
-    """One line on standard error."""
+    """One line on standard error. Of processes that were launched together and fail alike, the first tells at once, and
+    its end ends the others while they wait."""
+    if place := int(os.environ.get("LOCAL_RANK", "0")):
+        time.sleep(10 + place)
     if debug:
         traceback.print_exc()
     line = " ".join(part.strip() for part in message.splitlines() if part.strip())

@@ -12,7 +12,7 @@ from transformers import Qwen3Config, Qwen3Model
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
 from dominotree.draft.backbone import DFlashBackbone, FixedContext, rotate
-from dominotree.draft.masks import anchor_block_mask
+from dominotree.draft.masks import anchor_block_rule, attend_by_mask, attend_densely
 from dominotree.draft.model import DraftModel, initialize
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
@@ -27,7 +27,7 @@ def run(backbone: DFlashBackbone, block: Tensor, features: Tensor, start: int = 
     length = features.shape[1]
     context = FixedContext(backbone.project_context(features, torch.arange(start, start + length)[None]))
     positions = torch.arange(start + length, start + length + block.shape[1])[None]
-    return backbone(block, positions, context, [None] * len(backbone.layers))
+    return backbone(block, positions, context, [attend_by_mask(None)] * len(backbone.layers))
 
 
 @pytest.mark.parametrize("options", [{}, {"attention_bias": True}, {"rope_parameters": YARN}, {"hidden_act": "gelu"}])
@@ -55,10 +55,12 @@ def test_without_features_and_causal_it_is_a_qwen3_model(options: dict[str, Any]
     assert report.unexpected_keys == [] and report.missing_keys == ["embed_tokens.weight"]
     block, positions = noise(2, 6, 32), torch.arange(6)[None]
     empty = FixedContext(draft.backbone.project_context(torch.zeros(2, 0, 96), positions[:, :0]))
-    mask = anchor_block_mask(torch.zeros(2, 1).long(), torch.ones(2, 1, dtype=torch.bool), 0, 6, causal=True)
+    anchors = torch.zeros(2, 1, dtype=torch.int64)
+    rule = anchor_block_rule(anchors, torch.ones(2, 1, dtype=torch.bool), 0, 6, causal=True)
+    attend = attend_densely(rule, anchors, 6, 0)
     with torch.no_grad():
         expected = model(inputs_embeds=block, use_cache=False).last_hidden_state
-        hidden = draft.backbone(block, positions, empty, [mask, mask])
+        hidden = draft.backbone(block, positions, empty, [attend, attend])
     torch.testing.assert_close(hidden, expected, rtol=1e-4, atol=1e-5)
 
 

@@ -10,10 +10,11 @@ from conftest import small_draft
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.attention import flex_attention
 from torch.nn.functional import embedding
 
 from dominotree.draft.backbone import FixedContext
-from dominotree.draft.masks import anchor_block_mask
+from dominotree.draft.masks import anchor_block_rule, dense_mask
 from dominotree.draft.model import DraftModel
 
 TABLE = torch.linspace(0, 60, 13 * 32).cos().view(13, 32)
@@ -62,7 +63,8 @@ def test_the_mask_is_its_definition(
     rows = st.lists(st.lists(st.integers(0, context), min_size=blocks, max_size=blocks), min_size=batch, max_size=batch)
     flags = st.lists(st.lists(st.booleans(), min_size=blocks, max_size=blocks), min_size=batch, max_size=batch)
     anchors, keep = data.draw(rows), data.draw(flags)
-    mask = anchor_block_mask(torch.tensor(anchors), torch.tensor(keep), context, size, window=window, causal=causal)
+    rule = anchor_block_rule(torch.tensor(anchors), torch.tensor(keep), context, size, window=window, causal=causal)
+    mask = dense_mask(rule, batch, torch.arange(blocks * size), torch.arange(context + blocks * size))
     assert mask.shape == (batch, 1, blocks * size, context + blocks * size)
     for row in range(batch):
         for query in range(blocks * size):
@@ -77,6 +79,58 @@ def test_the_mask_is_its_definition(
                 if window is not None:
                     sees = sees and anchor + offset - position < window
                 assert mask[row, 0, query, key].item() is (sees and keep[row][block])
+
+
+def trained_on(draft: DraftModel, attention: str, blocks: int, context: int) -> Tensor:
+    """Hidden states of random blocks, some of them padding, by one of the ways to attend."""
+    generator = torch.Generator().manual_seed(5)
+    anchors = torch.randint(1, context, (2, blocks), generator=generator).sort().values
+    keep = torch.rand(2, blocks, generator=generator) < 0.8
+    draft.attention = attention
+    features = torch.randn(2, context, 96, generator=generator)
+    hidden = draft.train_hidden(torch.randint(13, (2, blocks), generator=generator), anchors, keep, features, embed)
+    return hidden[keep]
+
+
+@pytest.mark.parametrize("blocks", [2, 5, 40])  # of 4 slots: below and above a group
+@pytest.mark.parametrize("kind", ["full", "causal", "half_sliding", "sliding_9_None", "sliding_3_False"])
+def test_groups_of_blocks_give_what_one_mask_gives(kind: str, blocks: int) -> None:
+    draft = small_draft(**KINDS[kind])
+    expected = trained_on(draft, "dense", blocks, 60)
+    assert len(expected)
+    torch.testing.assert_close(trained_on(draft, "grouped", blocks, 60), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["full", "half_sliding", "sliding_3_False"])
+def test_flex_attention_gives_what_one_mask_gives(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)  # else seconds of tracing
+    draft = small_draft(**KINDS[kind])
+    expected = trained_on(draft, "dense", 40, 150)  # of 160 slots and 310 keys, beyond a tile of 128
+    torch.testing.assert_close(trained_on(draft, "flex", 40, 150), expected, rtol=1e-4, atol=1e-5)
+    with torch.autocast("cpu", torch.bfloat16):
+        half = trained_on(draft, "flex", 40, 150)
+    assert (half - expected).norm() < 0.05 * expected.norm()
+
+
+def test_attention_is_chosen_by_the_device_or_by_name() -> None:
+    draft = small_draft()
+    assert draft.training_attention == "grouped"
+    draft.attention = "dense"
+    assert draft.training_attention == "dense"
+
+
+@pytest.mark.parametrize("kind", ["full", "half_sliding"])
+def test_groups_of_blocks_give_the_gradients_of_one_mask(kind: str) -> None:
+    found: list[dict[str, Tensor]] = []
+    for attention in ("dense", "grouped"):
+        draft = small_draft(**KINDS[kind]).requires_grad_(True)
+        trained_on(draft, attention, 40, 60).square().sum().backward()
+        found.append(
+            {name: weight.grad for name, weight in draft.backbone.named_parameters() if weight.grad is not None}
+        )
+    assert len(found[0]) == len(list(small_draft(**KINDS[kind]).backbone.parameters()))
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-3, atol=1e-5 * float(gradient.abs().max()))
 
 
 def drafted(draft: DraftModel, anchor_id: Tensor, anchor: int, features: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,9 @@ from torch import Tensor
 from dominotree.draft.checkpoint import load_draft
 from dominotree.draft.model import DraftModel
 from dominotree.target import Target
-from train import objective as objective_module
 from train.objective import LossVocabulary, Objective, domino_objective
-from train.step import self_generated_prefixes
-from train.targets import BlockTargets, block_targets
+from train.step import StepInput, TrainStep, self_generated_prefixes
+from train.targets import BlockTargets, block_targets, sampled_blocks
 
 VARIANTS = ["dflash", "shift_p1", "shift_p0", "noshift_p0", "noshift_p1"]
 
@@ -55,31 +53,32 @@ def test_losses_and_gradients_are_the_published_ones(
         found = {name.partition(".")[2]: weight.grad for name, weight in draft.named_parameters()}
         assert float(out.loss.detach() / total) == pytest.approx(expected["loss"], abs=1e-4)
         if "final_loss" in expected:
-            assert float(out.final_loss / total) == pytest.approx(expected["final_loss"], abs=1e-4)
-            assert float(out.base_loss / total) == pytest.approx(expected["base_loss"], abs=1e-4)
+            counts = targets.weights > 0
+            assert torch.equal(out.final_measured, counts) == (weight_lambda < 1)
+            assert torch.equal(out.base_measured, counts) == (weight_lambda > 0)
+            if weight_lambda < 1:
+                assert float(out.final_loss / total) == pytest.approx(expected["final_loss"], abs=1e-4)
+            if weight_lambda > 0:
+                assert float(out.base_loss / total) == pytest.approx(expected["base_loss"], abs=1e-4)
         for name, norm in expected.get("grad_norms", {}).items():
             gradient = found[name]
             assert gradient is not None
             assert float(gradient.norm()) == pytest.approx(norm, rel=1e-3, abs=1e-6)
 
 
-def plain_loss(
-    draft: DraftModel, hidden: Tensor, targets: BlockTargets, target: Target, lambda_base: float
-) -> tuple[Tensor, Tensor]:
-    """The same losses from whole logits by torch's own cross-entropy."""
+def plain_logits(draft: DraftModel, hidden: Tensor, targets: BlockTargets, target: Target) -> tuple[Tensor, Tensor]:
+    """Whole final and base logits."""
     base = hidden @ lm_weight_of(target).to(hidden.dtype).T
     flat = base.flatten(0, 1)
     final = draft.teacher_forced_logits(
         hidden.flatten(0, 1), flat, targets.prefix_ids.flatten(0, 1), lambda ids: target.embed(ids).to(hidden.dtype)
-    ).view_as(base)
-    losses = [
-        (
-            F.cross_entropy(logits.flatten(0, 2), targets.labels.flatten(), reduction="none")
-            * targets.weights.flatten()
-        ).sum()
-        for logits in (final, base)
-    ]
-    return (1 - lambda_base) * losses[0] + lambda_base * losses[1], final.argmax(dim=-1) == targets.labels
+    )
+    return final.view_as(base), base
+
+
+def cross_entropies(logits: Tensor, targets: BlockTargets) -> Tensor:  # [B, A, K, V] -> [B, A, K], weighted
+    losses = F.cross_entropy(logits.flatten(0, 2), targets.labels.flatten(), reduction="none")
+    return losses.view_as(targets.weights) * targets.weights
 
 
 def case(seed: int = 0, **options: Any) -> tuple[Target, DraftModel, Tensor, BlockTargets]:
@@ -95,36 +94,162 @@ def case(seed: int = 0, **options: Any) -> tuple[Target, DraftModel, Tensor, Blo
     return target, draft, hidden, targets
 
 
+OPTIONS: list[dict[str, Any]] = [{}, {"shift_label": False}, {"pure_draft_prefix_len": 3}, {"with_head": False}]
+
+
+@pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("lambda_base", [0.0, 0.4, 1.0])
-@pytest.mark.parametrize("options", [{}, {"shift_label": False}, {"pure_draft_prefix_len": 3}, {"with_head": False}])
-def test_chunks_give_what_whole_logits_give(
-    options: dict[str, Any], lambda_base: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(objective_module, "CHUNK_ROWS", 7)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_chunks_give_the_gradients_of_whole_logits(options: dict[str, Any], lambda_base: float, frozen: bool) -> None:
+    """In float64, where nothing but the formula can differ."""
     target, draft, hidden, targets = case(**options)
-    ours, theirs = hidden.clone().requires_grad_(), hidden.clone().double().requires_grad_()
-    out = domino_objective(draft, ours, targets, target.embed, LossVocabulary(lm_weight_of(target)), lambda_base)
-    out.loss.backward()
-    found = {name: weight.grad for name, weight in draft.named_parameters() if weight.grad is not None}
-    exact = copy.deepcopy(draft).double()
-    exact.zero_grad()
-    loss, right = plain_loss(exact, theirs, targets, target, lambda_base)
-    loss.backward()
-    assert out.loss.item() == pytest.approx(loss.item(), rel=1e-5)
-    assert ours.grad is not None and theirs.grad is not None
-    torch.testing.assert_close(ours.grad, theirs.grad.float(), rtol=1e-4, atol=1e-5)
-    for name, weight in exact.named_parameters():
-        if weight.grad is not None and name.startswith("head"):
-            torch.testing.assert_close(found[name], weight.grad.float(), rtol=1e-4, atol=1e-5)
-    assert torch.equal(out.final_right, right & (targets.weights > 0))
+    draft.double()
+    ours, theirs = (hidden.double().requires_grad_(not frozen) for _ in range(2))
+    vocabulary = LossVocabulary(lm_weight_of(target).double())
+    if not frozen or draft.head is not None:
+        out = domino_objective(draft, ours, targets, target.embed, vocabulary, lambda_base, logits_bytes=13 * 8 * 7)
+        out.loss.backward()
+    found = {name: weight.grad for name, weight in draft.named_parameters()}
+    draft.zero_grad()
+    final, base = (cross_entropies(logits, targets) for logits in plain_logits(draft, theirs, targets, target))
+    loss = (1 - lambda_base) * final.sum() + lambda_base * base.sum()
+    if loss.requires_grad:
+        loss.backward()
+    for name, weight in draft.named_parameters():
+        if name.startswith("head"):
+            assert found[name] is not None
+            torch.testing.assert_close(found[name], torch.zeros_like(weight) if weight.grad is None else weight.grad)
+    if not frozen:
+        assert ours.grad is not None and theirs.grad is not None
+        torch.testing.assert_close(ours.grad, theirs.grad)
+        assert out.loss.item() == pytest.approx(loss.item(), rel=1e-6)
 
 
-def test_every_trainable_weight_gets_a_gradient_even_where_nothing_counts() -> None:
+@pytest.mark.parametrize(
+    ("lambda_base", "frozen"), [(0.0, False), (0.4, False), (0.4, True), (1.0, False), (1.0, True)]
+)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_what_is_measured_is_what_whole_logits_give(options: dict[str, Any], lambda_base: float, frozen: bool) -> None:
+    target, draft, hidden, targets = case(**options)
+    hidden.requires_grad_(not frozen)
+    vocabulary = LossVocabulary(lm_weight_of(target))
+    out = domino_objective(draft, hidden, targets, target.embed, vocabulary, lambda_base, logits_bytes=13 * 4 * 7)
+    final, base = plain_logits(draft, hidden, targets, target)
+    counts = targets.weights > 0
+    for logits, loss, right, measured in (
+        (final, out.final_loss, out.final_right, out.final_measured),
+        (base, out.base_loss, out.base_right, out.base_measured),
+    ):
+        losses = cross_entropies(logits.detach(), targets)
+        assert loss.item() == pytest.approx(losses[measured].sum().item(), rel=1e-5)
+        assert torch.equal(right, (logits.argmax(dim=-1) == targets.labels) & measured)
+        assert measured.any() and not (measured & ~counts).any()
+    has_head = draft.head is not None
+    assert torch.equal(out.final_measured, counts) == (lambda_base < 1 or not has_head)
+    assert torch.equal(out.base_measured, counts) == ((lambda_base > 0 and not frozen) or not has_head)
+
+
+def test_a_sample_of_blocks_does_not_depend_on_the_batch() -> None:
+    counts = torch.rand(5, 40, 4, generator=torch.Generator().manual_seed(0)) < 0.3
+    counts[1] = False
+    counts[2, 3:] = False
+    counts[2, :3] = True
+    together = sampled_blocks(counts)
+    assert torch.equal(together, torch.cat([sampled_blocks(row[None]) for row in counts]))
+    assert not (together & ~counts.any(dim=-1)).any()
+    assert together.sum(dim=1).tolist()[1:3] == [0, 1] and set(together.sum(dim=1).tolist()[3:]) <= {3, 4, 5}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_logits_give_nearly_the_same(dtype: torch.dtype) -> None:
     target, draft, hidden, targets = case()
-    nothing = BlockTargets(targets.prefix_ids, targets.labels, torch.zeros_like(targets.weights))
-    out = domino_objective(draft, hidden, nothing, target.embed, LossVocabulary(lm_weight_of(target)), 1.0)
-    out.loss.backward()
-    assert all(weight.grad is not None and not weight.grad.any() for weight in draft.parameters())
+    outs, gradients = [], []
+    for kind in (torch.float32, dtype):
+        own = hidden.clone().requires_grad_()
+        draft.zero_grad()
+        vocabulary = LossVocabulary(lm_weight_of(target).to(kind))
+        outs.append(domino_objective(draft, own, targets, target.embed, vocabulary, 0.4, logits_bytes=13 * 8 * 5))
+        outs[-1].loss.backward()
+        assert own.grad is not None and draft.head is not None and draft.head.output_rows.grad is not None
+        assert draft.head.output_rows.grad.dtype == torch.float32
+        gradients.append((own.grad, draft.head.output_rows.grad))
+    assert outs[1].loss.item() == pytest.approx(outs[0].loss.item(), rel=0.02)
+    for exact, half in zip(*gradients, strict=True):
+        assert (half - exact).norm() < 0.03 * exact.norm()
+
+
+def test_a_label_of_vanishing_probability_costs_what_it_should() -> None:
+    target, draft, hidden, targets = case(with_head=False)
+    hidden = (300 * hidden).requires_grad_()
+    vocabulary = LossVocabulary(lm_weight_of(target))
+    out = domino_objective(draft, hidden, targets, target.embed, vocabulary, 0.0)
+    _, base = plain_logits(draft, hidden, targets, target)
+    assert cross_entropies(base, targets).max() > 200
+    assert out.loss.item() == pytest.approx(cross_entropies(base, targets).sum().item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("lambda_base", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("counting", [False, True])
+def test_every_trainable_weight_gets_a_gradient_whatever_counts(counting: bool, lambda_base: float) -> None:
+    """Or data-parallel processes with nothing to learn would wait for the others for ever."""
+    target, draft, _, targets = case()
+    if not counting:
+        targets = BlockTargets(targets.prefix_ids, targets.labels, torch.zeros_like(targets.weights))
+    ids, anchors = torch.arange(24).view(2, 12) % 13, torch.tensor([[1, 4, 5, 0], [2, 6, 8, 9]])
+    features = torch.randn(2, 12, draft.backbone.fc.in_features, generator=torch.Generator().manual_seed(1))
+    step = TrainStep(
+        draft, target.embed, lm_weight_of(target), LossVocabulary(lm_weight_of(target)), self_generated=False
+    )
+    inputs = StepInput(ids.gather(1, anchors), anchors, torch.ones(2, 4, dtype=torch.bool), features, targets)
+    step(inputs, lambda_base).loss.backward()
+    assert all(weight.grad is not None for weight in draft.parameters())
+    assert counting == any(weight.grad.any() for weight in draft.parameters() if weight.grad is not None)
+
+
+def test_the_gradients_are_given_once() -> None:
+    target, draft, hidden, targets = case()
+    out = run(LossVocabulary(lm_weight_of(target)), target, draft, hidden, targets)
+    out.loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="once"):
+        out.loss.backward()
+
+
+def test_fifty_updates_lose_what_they_lose_on_whole_logits() -> None:
+    target = make_target()
+    generator = torch.Generator().manual_seed(3)
+    batches = [batch(generator) for _ in range(50)]
+    curves = []
+    for whole in (False, True):
+        draft = make_draft(target, gru_hidden_dim=6).train().requires_grad_(True)
+        optimizer = torch.optim.AdamW(draft.parameters(), lr=3e-3)
+        vocabulary = LossVocabulary(lm_weight_of(target))
+        curve = []
+        for update, (ids, anchors, features) in enumerate(batches, start=1):
+            keep, mask = torch.ones(2, 4, dtype=torch.bool), torch.ones(2, 20, dtype=torch.bool)
+            targets = block_targets(ids, mask, anchors, keep, draft.config.draft_length, 7.0)
+            every = draft.train_hidden(ids.gather(1, anchors), anchors, keep, features, target.embed)
+            hidden, weight_lambda = predicting(draft, every), 1 - update / 50
+            if whole:
+                final, base = (cross_entropies(x, targets) for x in plain_logits(draft, hidden, targets, target))
+                loss = (1 - weight_lambda) * final.sum() + weight_lambda * base.sum()
+            else:
+                out = domino_objective(draft, hidden, targets, target.embed, vocabulary, weight_lambda, 13 * 8 * 9)
+                loss = out.loss
+            loss = loss / targets.weights.sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            curve.append(loss.item())
+        curves.append(curve)
+    assert curves[0] == pytest.approx(curves[1], abs=1e-5)
+    assert sum(curves[0][-5:]) < 0.8 * sum(curves[0][:5])
+
+
+def batch(generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """Sequences that count up, so that there is something to learn; anchors and features."""
+    ids = (torch.randint(13, (2, 1), generator=generator) + torch.arange(20)) % 13
+    anchors = torch.randint(1, 18, (2, 4), generator=generator).sort().values
+    return ids, anchors, torch.randn(2, 20, 3 * 32, generator=generator)
 
 
 def run(
@@ -168,11 +293,13 @@ def test_targets_follow_the_two_alignments(shift_label: bool) -> None:
     assert not targets.weights[0, 1].any()
 
 
-def test_self_generated_prefixes_are_the_drafter_s_own_greedy_chain() -> None:
+@pytest.mark.parametrize("logits_bytes", [1, 13 * 4 * 3 * 5, 1 << 20])  # chunks of one row, of five, and all
+def test_self_generated_prefixes_are_the_drafter_s_own_greedy_chain(logits_bytes: int) -> None:
     target, draft, hidden, targets = case()
-    prefixes = self_generated_prefixes(draft, hidden, targets.prefix_ids, target.embed, lm_weight_of(target))
+    lm_weight = lm_weight_of(target)
+    prefixes = self_generated_prefixes(draft, hidden, targets.prefix_ids, target.embed, lm_weight, logits_bytes)
     assert torch.equal(prefixes[..., 0], targets.prefix_ids[..., 0])
     flat_hidden, flat = hidden.flatten(0, 1), prefixes.flatten(0, 1)
-    base = flat_hidden @ lm_weight_of(target).T
+    base = flat_hidden @ lm_weight.T
     final = draft.teacher_forced_logits(flat_hidden, base, flat, target.embed)
     assert torch.equal(final[:, :-1].argmax(dim=-1), flat[:, 1:])

@@ -3,84 +3,29 @@
 from __future__ import annotations
 
 import json
-import os
 import resource
 import signal
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from tiny_chat import byte_tokenizer, save_tiny_models
+from tiny_training import losses, make_home, records, stopping_at, words
 
+from data.samples import load_samples
 from dominotree.draft.checkpoint import load_draft
+from dominotree.target import Target
 from infer.generate import main as generate
 from train.main import main as train
 from train.tracking import Tracker
+from train.updates import split_held_out
 from train.validation import ValidationFigures, Validator
-
-REPO = Path(__file__).resolve().parents[1]
-TEMPLATE = (
-    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% if m.role == 'assistant' %}<|end|>{% endif %}\n{% endfor %}"
-    "{% if add_generation_prompt %}[assistant]{% endif %}"
-)
-PEOPLE = ["Ada", "Bob", "Cleo", "Dora", "Emil", "Finn", "Gus", "Hal", "Ida", "Jo", "Kim", "Lea"]
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models, and a data directory of a dozen short conversations."""
-    folder = tmp_path_factory.mktemp("training")
-    save_tiny_models(folder)
-    byte_tokenizer(TEMPLATE).save_pretrained(folder / "target")
-    (folder / "data").mkdir()
-    with (folder / "data" / "conversations.jsonl").open("w", encoding="utf-8") as file:
-        for index, name in enumerate(PEOPLE):
-            messages = [
-                {"role": "user", "content": f"Who is {name}?"},
-                {"role": "assistant", "content": f"{name} is the {index}th friend of {PEOPLE[index - 1]}."},
-            ]
-            file.write(json.dumps({"id": index, "messages": messages, "source": "test"}) + "\n")
-    return folder
-
-
-def words(home: Path, output: Path, *more: str) -> list[str]:
-    """A run of six updates of four samples; later words win."""
-    given = [
-        f"target={home / 'target'}",
-        f"draft={home / 'dflash_draft'}",
-        f"data_dir={home / 'data'}",
-        f"output={output}",
-        "head.gru_hidden_dim=12",
-        "head.emb_dim=8",
-        "max_length=80",
-        "num_anchors=4",
-        "optim.epochs=null",
-        "optim.updates=6",
-        "optim.batch_size=4",
-        "optim.micro_batch_size=4",
-        "optim.learning_rate=0.01",
-        "checkpoint_every=3",
-        "validation.every=6",
-        "validation.samples=2",
-        "validation.max_new_tokens=6",
-        "device=cpu",
-        *more,
-    ]
-    return list({word.partition("=")[0]: word for word in given}.values())
-
-
-def records(output: Path) -> list[dict[str, Any]]:
-    lines = (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]
-
-
-def losses(output: Path) -> list[float]:
-    return [record["loss"] for record in records(output) if "loss" in record]
+    return make_home(tmp_path_factory.mktemp("training"))
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -99,7 +44,8 @@ def test_the_head_is_trained_on_a_frozen_backbone_and_generate_reads_it(
     final = [record["final_loss"] for record in trace]
     assert final[-1] < final[0]
     last = records(tmp_path / "run")[-1]
-    assert {"tau/dflash", "tau/ddtree", "tau/domino", "tau/dominotree", "accepted/domino/1"} <= last.keys()
+    methods = ("dflash", "ddtree", "domino", "static_corrected", "dominotree")
+    assert {*(f"tau/{name}" for name in methods), "accepted/domino/1", "held_out/accuracy"} <= last.keys()
     assert last["tau/domino"] >= 1
     provenance = json.loads((tmp_path / "run" / "last" / "provenance.json").read_text(encoding="utf-8"))
     assert provenance["update"] == 6 and provenance["config"]["stage"] == "domino"
@@ -108,6 +54,34 @@ def test_the_head_is_trained_on_a_frozen_backbone_and_generate_reads_it(
     asked = [f"target={home / 'target'}", f"draft={tmp_path / 'run' / 'best'}", "prompt=Who is Ada?", "compare=true"]
     assert generate([*asked, "max_new_tokens=12"]) == 0
     assert "tokens identical (12 of 12)" in capsys.readouterr().err
+
+
+def test_the_held_out_loss_is_the_plain_one_of_samples_that_are_never_trained_on(home: Path, tmp_path: Path) -> None:
+    assert train(words(home, tmp_path / "run", "num_anchors=100", "decay_gamma=null")) == 0
+    target = Target.load(str(home / "target"), dtype="float32")
+    draft = load_draft(tmp_path / "run" / "last", dtype="float32")
+    assert target.tokenizer is not None
+    samples = load_samples(home / "data", target.tokenizer, max_length=80)
+    found = {True: torch.zeros(()), False: torch.zeros(())}
+    count = 0
+    for index in split_held_out(len(samples), 2, seed=42)[1]:
+        ids, mask = torch.tensor([samples[index].token_ids]), list(samples[index].loss_mask)
+        features = target.features(ids, draft.config.target_layer_ids)
+        for anchor in (place for place in range(len(mask) - 1) if mask[place] and mask[place + 1]):
+            labels = [place for place in range(anchor + 1, anchor + 1 + draft.config.draft_length) if place < len(mask)]
+            labels = [place for place in labels if mask[place]]
+            anchors, keep = torch.tensor([[anchor]]), torch.ones(1, 1, dtype=torch.bool)
+            hidden = draft.train_hidden(ids[:, anchor : anchor + 1], anchors, keep, features, target.embed)[:, 0]
+            hidden = hidden[:, hidden.shape[1] - draft.config.draft_length :][:, : len(labels)]
+            base = target.lm_head(hidden)
+            final = draft.teacher_forced_logits(hidden, base, ids[:, anchor : anchor + len(labels)], target.embed)
+            for is_final, logits in ((True, final), (False, base)):
+                found[is_final] += torch.nn.functional.cross_entropy(logits[0], ids[0, labels], reduction="sum")
+            count += len(labels)
+    last = records(tmp_path / "run")[-1]
+    assert last["held_out/final_loss"] == pytest.approx(float(found[True] / count), rel=1e-4)
+    assert last["held_out/base_loss"] == pytest.approx(float(found[False] / count), rel=1e-4)
+    assert last["held_out/supervised_tokens"] == count
 
 
 def test_backbone_and_head_are_trained_together_and_a_backbone_alone(home: Path, tmp_path: Path) -> None:
@@ -222,17 +196,6 @@ def test_best_is_the_drafter_that_decoded_best_also_across_a_stop(
     assert best["update"] == 2
 
 
-def stopping_at(last: int) -> Any:
-    log = Tracker.log
-
-    def stop(self: Tracker, update: int, record: dict[str, float]) -> None:
-        if update == last:
-            raise KeyboardInterrupt
-        log(self, update, record)
-
-    return stop
-
-
 def test_figures_are_written_once_however_often_a_run_is_stopped(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -325,25 +288,3 @@ def test_weights_and_biases_offline_continues_the_same_run(
     runs = list((tmp_path / "run" / "wandb").glob("offline-run-*"))
     assert runs and all(run.name.endswith(stored) for run in runs)
     assert (tmp_path / "run" / "acceptance.png").stat().st_size > 1000
-
-
-def test_two_processes_train_as_one_does(home: Path, tmp_path: Path) -> None:
-    # Three samples an update: one process has one fewer, and in its second step none at all.
-    shape = ["optim.batch_size=3", "optim.micro_batch_size=1"]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
-    launch += ["--config_file", str(REPO / "conf" / "accelerate" / "ddp.yaml"), "--num_processes", "2"]
-    launch += ["--main_process_port", str(port), str(REPO / "train" / "main.py")]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(REPO)}
-    done = subprocess.run(
-        [*launch, *words(home, tmp_path / "two", *shape)], env=env, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert train(words(home, tmp_path / "one", *shape)) == 0
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
-    ours, theirs = weights(tmp_path / "two" / "last"), weights(tmp_path / "one" / "last")
-    for name in theirs:
-        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-3, atol=1e-4)
-    assert records(tmp_path / "two")[-1]["tau/domino"] == pytest.approx(records(tmp_path / "one")[-1]["tau/domino"])

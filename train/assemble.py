@@ -62,6 +62,7 @@ def assemble(config: TrainConfig, output: Path) -> tuple[Trainer, Tracker]:
         target,
         draft,
         Selection(samples, trained_on),
+        Selection(samples, held_out),
         _open_cache(config, target, draft, samples),
         Validator(
             Selection(samples, held_out),

@@ -1,7 +1,7 @@
 """Checkpoints: a draft directory in the published layout beside the state that resumes training exactly.
 
 <output>/checkpoints/update-00000100/draft/       what infer reads, in training precision
-<output>/checkpoints/update-00000100/training.pt  optimizer, update, best score, identity
+<output>/checkpoints/update-00000100/training.pt  optimizer, update, best score, identity: whole, whatever the engine
 <output>/last                                     link to the newest draft
 <output>/best/                                    the draft that decoded best
 """
@@ -11,19 +11,33 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
+from torch import Tensor
 
 from dominotree.draft.checkpoint import load_draft, save_draft
 from dominotree.draft.model import DraftModel
 from dominotree.errors import UserError
 
+from .engine import Engine
+
 PREFIX = "update-"
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Where a run goes on: after `update`, with this optimizer state (None at the beginning)."""
+
+    update: int = 0
+    optimizer_state: Mapping[int, Mapping[str, Tensor]] | None = None
 
 
 class Checkpoints:
@@ -40,58 +54,67 @@ class Checkpoints:
         self._identity = dict(identity)
         self._best = 0.0
 
-    def restore(self, draft: DraftModel, optimizer: torch.optim.Optimizer, *, resume: str) -> int:
-        """Load the newest checkpoint, where there is one and `resume` is auto; returns its update, else 0.
+    def restore(self, draft: DraftModel, *, resume: str) -> Resumed:
+        """Load the newest checkpoint's weights, where there is one and `resume` is auto; tells where to go on.
 
         Raises UserError where the directory belongs to another run, or holds one that is not to be resumed.
         """
         found = self._all()
         if not found:
-            return 0
+            return Resumed()
         if resume == "never":
             raise UserError(f"{self._output} holds a run already; resume=auto continues it, or give another output=")
-        state = torch.load(found[-1] / "training.pt", map_location="cpu", weights_only=True)
+        # Mapped: the processes of a machine share one copy.
+        state = torch.load(found[-1] / "training.pt", map_location="cpu", weights_only=True, mmap=True)
         self._check_identity(state["identity"])
         draft.load_state_dict(load_draft(found[-1] / "draft", dtype="float32").state_dict())
-        optimizer.load_state_dict(state["optimizer"])
         self._best = state["best"]
-        return int(state["update"])
+        return Resumed(int(state["update"]), state["optimizer"]["state"])
 
-    def save(self, accelerator: Accelerator, draft: DraftModel, optimizer: torch.optim.Optimizer, update: int) -> None:
+    def save(self, accelerator: Accelerator, engine: Engine, update: int) -> None:
         """Write the checkpoint of `update` and prune older ones. Raises UserError when the disk takes no more; the
         checkpoint before survives."""
-        if accelerator.is_main_process:
-            scratch = self._folder / f".{PREFIX}{update:08d}"
-            try:
-                self._write(scratch, draft, optimizer, update)
-            except (OSError, SafetensorError, RuntimeError) as error:  # torch.save raises the last
-                shutil.rmtree(scratch, ignore_errors=True)
-                raise UserError(
-                    f"cannot save the checkpoint of update {update} in {self._folder}: "
-                    f"{str(error).splitlines()[0]}; make room and run again"
-                ) from error
-        accelerator.wait_for_everyone()
+        optimizer_state = engine.optimizer_state()
+        problem: list[str | None] = [None]
+        with engine.whole_draft() as draft:
+            if accelerator.is_main_process:
+                try:
+                    self._write(draft, optimizer_state, update)
+                except UserError as error:
+                    problem = [str(error)]
+        # All processes end alike where the main one could not write.
+        if (message := broadcast_object_list(problem)[0]) is not None:
+            raise UserError(message)
 
     def keep_best(self, accelerator: Accelerator, draft: DraftModel, update: int, score: float) -> None:
         """Keep the drafter under `best/` if it decoded better than any before."""
         if score > self._best:
             self._best = score
             if accelerator.is_main_process:
-                self._write_draft(draft, self._output / "best", update)
+                with _telling(f"the best drafter, of update {update}, in {self._output}"):
+                    self._write_draft(draft, self._output / "best", update)
 
-    def _write(self, scratch: Path, draft: DraftModel, optimizer: torch.optim.Optimizer, update: int) -> None:
-        for litter in self._folder.glob(f".{PREFIX}*"):
-            shutil.rmtree(litter)
-        scratch.mkdir(parents=True)
-        self._write_draft(draft, scratch / "draft", update)
+    def _write(self, draft: DraftModel, optimizer_state: Mapping[int, Mapping[str, Tensor]], update: int) -> None:
+        scratch = self._folder / f".{PREFIX}{update:08d}"
         state = {
             "update": update,
             "best": self._best,
             "identity": self._identity,
-            "optimizer": optimizer.state_dict(),
+            "optimizer": {"state": optimizer_state},
         }
-        torch.save(state, scratch / "training.pt")
-        final = self._folder / f"{PREFIX}{update:08d}"
+        try:
+            with _telling(f"the checkpoint of update {update} in {self._folder}"):
+                for litter in self._folder.glob(f".{PREFIX}*"):
+                    shutil.rmtree(litter)
+                scratch.mkdir(parents=True)
+                self._write_draft(draft, scratch / "draft", update)
+                torch.save(state, scratch / "training.pt")
+                self._put_in_place(scratch, self._folder / f"{PREFIX}{update:08d}")
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+    def _put_in_place(self, scratch: Path, final: Path) -> None:
+        """The checkpoint appears, `last` turns to it, and the oldest goes."""
         shutil.rmtree(final, ignore_errors=True)
         scratch.rename(final)
         self._link_last(final / "draft")
@@ -119,3 +142,12 @@ class Checkpoints:
 
     def _all(self) -> list[Path]:
         return sorted(self._folder.glob(f"{PREFIX}*")) if self._folder.is_dir() else []
+
+
+@contextmanager
+def _telling(what: str) -> Iterator[None]:
+    """Raises UserError, naming `what` could not be saved, where the disk takes no more."""
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:  # torch.save raises the last
+        raise UserError(f"cannot save {what}: {str(error).splitlines()[0]}; make room and run again") from error

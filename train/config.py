@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from data.models import DraftChoice, TargetChoice
+from data.tracking import TrackingConfig
 from dominotree.checked import at_least, one_of
 from dominotree.errors import UserError
+
+ATTENTIONS = ("dense", "grouped", "flex")
 
 
 @dataclass(frozen=True)
@@ -72,18 +75,6 @@ class ValidationConfig:
 
 
 @dataclass(frozen=True)
-class TrackingConfig:
-    """Weights & Biases beside the local JSONL file, which is always written."""
-
-    wandb: str
-    project: str
-    name: str | None
-
-    def __post_init__(self) -> None:
-        one_of("tracking.wandb", self.wandb, ("online", "offline", "disabled"))
-
-
-@dataclass(frozen=True)
 class TrainConfig:
     target: TargetChoice
     draft: DraftChoice
@@ -108,6 +99,9 @@ class TrainConfig:
     checkpoint_every: int
     keep_last: int
     gradient_checkpointing: bool
+    attention: str
+    logits_mib: int
+    profile: bool
     precision: str
     device: str
     seed: int
@@ -118,10 +112,11 @@ class TrainConfig:
         one_of("backbone", self.backbone, ("frozen", "trained"))
         one_of("prefixes", self.prefixes, ("teacher_forced", "self_generated"))
         one_of("correction", self.correction, ("gru", "hidden_only"))
+        one_of("attention", self.attention, ("auto", *ATTENTIONS))
         one_of("features", self.features, ("online", "cached"))
         one_of("resume", self.resume, ("auto", "never"))
         one_of("precision", self.precision, ("float32", "bfloat16"))
-        for name in ("num_anchors", "checkpoint_every", "keep_last"):
+        for name in ("num_anchors", "checkpoint_every", "keep_last", "logits_mib"):
             at_least(name, getattr(self, name), 1)
         at_least("max_length", self.max_length, 2)
         for name in ("lambda_start", "lambda_decay_ratio"):

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dominotree.command import Command, run_command
+from dominotree.errors import UserError
 from train.config import TrainConfig
 
 USAGE = """accelerate launch train/main.py KEY=VALUE...
@@ -33,6 +34,7 @@ def train(config: TrainConfig) -> int:
     # Imported here: a mistake in the settings, or --help, need not wait for torch.
     from data.models import quiet_libraries
     from train.assemble import assemble
+    from train.setup import another_ended
 
     if not config.debug:
         quiet_libraries()
@@ -41,6 +43,12 @@ def train(config: TrainConfig) -> int:
     try:
         trainer.run()
         done = True
+    except RuntimeError as error:
+        if not another_ended(error):
+            raise
+        raise UserError(
+            "another process of this run has ended; the same command goes on from the last checkpoint"
+        ) from error
     finally:
         tracker.close(failed=not done)
     return 0

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from .objective import Objective
 
-NAMES = ("final_loss", "base_loss", "weight", "final_right", "base_right", "tokens", "final_run", "base_run", "blocks")
+MEASURES = ("loss", "weight", "right", "tokens", "run", "blocks")  # of the final and of the base logits
+NAMES = (*(f"{logits}_{name}" for logits in ("final", "base") for name in MEASURES), "tokens")
 
 
 @dataclass
@@ -20,21 +21,10 @@ class StepSums:
     values: dict[str, Tensor] = field(default_factory=dict)
 
     def add(self, output: Objective, weights: Tensor) -> None:  # weights [B, A, K]
-        counts = weights > 0
-        blocks = counts.any(dim=-1)
-        # Right drafts before the first wrong one; a slot without a label ends the run.
-        final_run = (output.final_right & counts).long().cumprod(dim=-1).sum(dim=-1)
-        base_run = (output.base_right & counts).long().cumprod(dim=-1).sum(dim=-1)
         new = (
-            output.final_loss,
-            output.base_loss,
-            weights.sum(),
-            (output.final_right & counts).sum(),
-            (output.base_right & counts).sum(),
-            counts.sum(),
-            (final_run * blocks).sum(),
-            (base_run * blocks).sum(),
-            blocks.sum(),
+            *_measures(output.final_loss, output.final_right, output.final_measured, weights),
+            *_measures(output.base_loss, output.base_right, output.base_measured, weights),
+            (weights > 0).sum(),
         )
         for name, value in zip(NAMES, new, strict=True):
             self.values[name] = self.values.get(name, torch.zeros((), device=weights.device)) + value.detach().float()
@@ -43,19 +33,30 @@ class StepSums:
         return torch.stack([self.values[name] for name in NAMES])
 
 
+def _measures(loss: Tensor, right: Tensor, measured: Tensor, weights: Tensor) -> tuple[Tensor, ...]:  # [B, A, K] each
+    blocks = measured.any(dim=-1)
+    # Right drafts before the first wrong one; a slot without a label ends the run.
+    run = right.long().cumprod(dim=-1).sum(dim=-1)
+    return loss, (weights * measured).sum(), right.sum(), measured.sum(), (run * blocks).sum(), blocks.sum()
+
+
 def teacher_forced(sums: Tensor, lambda_base: float) -> dict[str, float]:  # [len(NAMES)]
-    """Losses, accuracies and teacher-forced accepted lengths (bonus included) from summed figures."""
+    """Losses, accuracies and teacher-forced accepted lengths (bonus included) from summed figures; those of logits
+    without a part in training from a sample of the blocks."""
     total = dict(zip(NAMES, sums.tolist(), strict=True))
-    weight, tokens, blocks = (max(total[name], 1e-6) for name in ("weight", "tokens", "blocks"))
-    final_loss, base_loss = total["final_loss"] / weight, total["base_loss"] / weight
+
+    def mean(name: str, per: str) -> float:
+        return total[name] / max(total[per], 1e-6)
+
+    final_loss, base_loss = mean("final_loss", "final_weight"), mean("base_loss", "base_weight")
     return {
         "loss": (1 - lambda_base) * final_loss + lambda_base * base_loss,
         "final_loss": final_loss,
         "base_loss": base_loss,
-        "accuracy": total["final_right"] / tokens,
-        "base_accuracy": total["base_right"] / tokens,
-        "teacher_forced_length": 1 + total["final_run"] / blocks,
-        "base_teacher_forced_length": 1 + total["base_run"] / blocks,
+        "accuracy": mean("final_right", "final_tokens"),
+        "base_accuracy": mean("base_right", "base_tokens"),
+        "teacher_forced_length": 1 + mean("final_run", "final_blocks"),
+        "base_teacher_forced_length": 1 + mean("base_run", "base_blocks"),
         "supervised_tokens": total["tokens"],
     }
 

@@ -1,23 +1,24 @@
 """The training objective, formed chunk by chunk: the logits of a batch never exist as a whole.
 
-Shapes: B batch, A anchors, K drafted slots, n rows that count, H hidden, R low rank, V vocabulary (or the subset of it
-that the loss runs over).
+Shapes: B batch, A anchors, K drafted slots, n rows that count, c rows of a chunk, H hidden, R low rank, V vocabulary
+(or the subset of it that the loss runs over).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from dominotree.draft.model import DraftModel, Embed
 
-from .targets import BlockTargets
+from .profiling import IDLE, Timeline
+from .targets import BlockTargets, sampled_blocks
 
-CHUNK_ROWS = 256
+LOGITS_BYTES = 128 << 20  # where the caller asks for no size in particular
 
 
 class LossVocabulary:
@@ -33,7 +34,7 @@ class LossVocabulary:
             self._index[token_ids] = torch.arange(len(token_ids), device=lm_weight.device)
 
     def rows(self, output_rows: Tensor) -> Tensor:  # [V, R] -> [v, R]
-        return output_rows if self.token_ids is None else output_rows[self.token_ids]
+        return output_rows if self.token_ids is None else output_rows.index_select(0, self.token_ids)
 
     def labels(self, labels: Tensor) -> Tensor:  # [...] -> [...], -1 outside the subset
         return labels if self._index is None else self._index[labels]
@@ -45,66 +46,18 @@ class LossVocabulary:
 
 @dataclass(frozen=True)
 class Objective:
-    """Sums over the rows that count; dividing by the total weight of an update is the caller's, who knows it."""
+    """Sums over the slots that were measured; dividing by the total weight of an update is the caller's, who knows it.
 
-    loss: Tensor  # [] differentiable: (1 - lambda) * final + lambda * base, weighted sum
-    final_loss: Tensor  # [] weighted sum
-    base_loss: Tensor  # []
-    final_right: Tensor  # [B, A, K] bool, the final logits' argmax is the label
-    base_right: Tensor  # [B, A, K] bool
-
-
-class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Weighted cross-entropies of final logits `[h; z] [W_lm | W2]^T` and of their base part `h W_lm^T`.
-
-    One pass: each chunk's logits give its losses and, at once, its gradients; both losses share the LM-head product.
+    A loss that λ or a frozen backbone leaves without a gradient is not formed, only measured on a sample of the blocks.
     """
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,  # [n, H]
-        low_rank: Tensor,  # [n, R], zero where a row keeps its base logits
-        lm_weight: Tensor,  # [V, H] frozen
-        rows: Tensor,  # [V, R]
-        labels: Tensor,  # [n]
-        weights: Tensor,  # [n]
-        lambda_base: float,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        wants_hidden, wants_low_rank, wants_rows = (ctx.needs_input_grad[i] for i in (0, 1, 3))
-        grad_hidden = torch.zeros_like(hidden) if wants_hidden else None
-        grad_low_rank = torch.zeros_like(low_rank) if wants_low_rank else None
-        grad_rows = torch.zeros_like(rows, dtype=torch.float32) if wants_rows else None
-        final_sum, base_sum = weights.new_zeros(()), weights.new_zeros(())
-        final_right, base_right = torch.zeros_like(labels, dtype=torch.bool), torch.zeros_like(labels, dtype=torch.bool)
-        for start in range(0, len(labels), CHUNK_ROWS):
-            part = slice(start, start + CHUNK_ROWS)
-            base = F.linear(hidden[part], lm_weight).float()
-            final = base + F.linear(low_rank[part], rows).float()
-            for logits, right in ((base, base_right), (final, final_right)):
-                right[part] = logits.argmax(dim=-1) == labels[part]
-            final_losses, d_final = _losses_and_gradient(final, labels[part], (1 - lambda_base) * weights[part])
-            base_losses, d_base = _losses_and_gradient(base, labels[part], lambda_base * weights[part])
-            final_sum += (weights[part] * final_losses).sum()
-            base_sum += (weights[part] * base_losses).sum()
-            narrow = d_final.to(rows.dtype)
-            if grad_low_rank is not None:
-                grad_low_rank[part] = narrow @ rows
-            if grad_rows is not None:
-                grad_rows += narrow.T @ low_rank[part]
-            if grad_hidden is not None:
-                grad_hidden[part] = (d_final + d_base).to(lm_weight.dtype) @ lm_weight
-        ctx.gradients = (grad_hidden, grad_low_rank, grad_rows)
-        ctx.mark_non_differentiable(final_sum, base_sum, final_right, base_right)
-        loss = (1 - lambda_base) * final_sum + lambda_base * base_sum
-        return loss, final_sum, base_sum, final_right, base_right
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        grad_hidden, grad_low_rank, grad_rows = (
-            None if gradient is None else gradient * grad_outputs[0] for gradient in ctx.gradients
-        )
-        return grad_hidden, grad_low_rank, None, grad_rows, None, None, None
+    loss: Tensor  # [] differentiable: (1 - lambda) * final + lambda * base, without a loss that has no gradient
+    final_loss: Tensor  # [] weighted sum over `final_measured`
+    base_loss: Tensor  # [] weighted sum over `base_measured`
+    final_right: Tensor  # [B, A, K] bool, measured and no token's final logit exceeds the label's
+    base_right: Tensor  # [B, A, K] bool
+    final_measured: Tensor  # [B, A, K] bool
+    base_measured: Tensor  # [B, A, K] bool
 
 
 def domino_objective(
@@ -114,33 +67,47 @@ def domino_objective(
     embed: Embed,
     vocabulary: LossVocabulary,  # with the target's LM head, frozen
     lambda_base: float,
+    logits_bytes: int = LOGITS_BYTES,  # that the logits of a chunk and their gradients may take together
+    timeline: Timeline = IDLE,
 ) -> Objective:
     """The base-anchored loss over all blocks with the true tokens as prefix (Domino, section 4).
 
-    Without a head, final and base logits are the same. Touches every parameter of the draft, whatever counts, so that
-    data-parallel ranks with nothing to learn, or with lambda at 1, stay in step.
+    Without a head, final and base logits are the same. Every trainable weight gets a gradient, be it zero, whatever
+    counts, so that data-parallel ranks with nothing to learn, or with lambda at 1, stay in step.
     """
+    timeline.switch("head")
     counts = targets.weights > 0
+    sample = counts & sampled_blocks(counts)[..., None]
+    index = torch.cat([places.flatten().nonzero()[:, 0] for places in (sample, counts & ~sample)])
     low_rank, rows = _low_rank(draft, hidden, targets.prefix_ids, embed)
+    timeline.switch("lm_head")
     dtype = vocabulary.lm_weight.dtype
     # Autocast does not reach into a function with a backward of its own: the dtype is one here, the target's.
     with torch.autocast(hidden.device.type, enabled=False):
-        loss, final_loss, base_loss, final_right, base_right = _ChunkedCrossEntropy.apply(
-            hidden[counts].to(dtype),
-            low_rank[counts].to(dtype),
+        sums = one_pass(
+            hidden.flatten(0, 2).index_select(0, index).to(dtype),
+            low_rank.flatten(0, 2).index_select(0, index).to(dtype),
             vocabulary.lm_weight,
-            vocabulary.rows(rows).to(dtype),
-            vocabulary.labels(targets.labels)[counts],
-            targets.weights[counts],
+            vocabulary.rows(rows),
+            vocabulary.labels(targets.labels).flatten()[index],
+            targets.weights.flatten()[index],
             lambda_base,
+            sampled=int(sample.sum()),
+            logits_bytes=logits_bytes,
         )
-    untouched = sum(parameter.sum() for parameter in draft.parameters() if parameter.requires_grad)
+    timeline.switch("head")  # whose backward pass is next, and then the backbone's
+
+    def at_home(values: Tensor) -> Tensor:  # [n] bool -> [B, A, K]
+        return torch.zeros_like(counts).flatten().index_copy_(0, index, values).view_as(counts)
+
     return Objective(
-        loss=loss + 0.0 * untouched,
-        final_loss=final_loss,
-        base_loss=base_loss,
-        final_right=torch.zeros_like(counts).masked_scatter(counts, final_right),
-        base_right=torch.zeros_like(counts).masked_scatter(counts, base_right),
+        loss=sums.loss,
+        final_loss=sums.final_loss,
+        base_loss=sums.base_loss,
+        final_right=at_home(sums.final_right),
+        base_right=at_home(sums.base_right),
+        final_measured=counts if sums.final_whole else sample,
+        base_measured=counts if sums.base_whole else sample,
     )
 
 
@@ -157,14 +124,189 @@ def _low_rank(
     return low_rank * corrected[:, None], draft.head.output_rows
 
 
-def _losses_and_gradient(
-    logits: Tensor,  # [n, V] float32
+class Sums(NamedTuple):
+    """What one pass over n rows gives."""
+
+    loss: Tensor  # [] differentiable, as in Objective
+    final_loss: Tensor  # []
+    base_loss: Tensor  # []
+    final_right: Tensor  # [n] bool
+    base_right: Tensor  # [n] bool
+    final_whole: bool  # measured on all rows, not on the sample alone
+    base_whole: bool
+
+
+def one_pass(
+    hidden: Tensor,  # [n, H]
+    low_rank: Tensor,  # [n, R], zero where a row keeps its base logits
+    lm_weight: Tensor,  # [V, H] frozen
+    rows: Tensor,  # [V, R], R 0 without a head
     labels: Tensor,  # [n]
-    scale: Tensor,  # [n]
-) -> tuple[Tensor, Tensor]:  # [n], [n, V]
-    """Cross-entropies, and the gradient of their `scale`-weighted sum."""
-    normaliser = logits.logsumexp(dim=-1, keepdim=True)
-    losses = (normaliser - logits.gather(1, labels[:, None]))[:, 0]
-    gradient = (logits - normaliser).exp_() * scale[:, None]
-    gradient.scatter_add_(1, labels[:, None], -scale[:, None])
-    return losses, gradient
+    weights: Tensor,  # [n]
+    lambda_base: float,
+    *,
+    sampled: int,  # leading rows that are a sample of all
+    logits_bytes: int,
+) -> Sums:
+    """Weighted cross-entropies of final logits `[h; z] [W_lm | W2]^T` and of their base part `h W_lm^T`.
+
+    One pass: each chunk's logits give its losses and, at once, its gradients. Both losses share the LM-head product,
+    and so do their gradients to the hidden states: `((1 - lambda) dFinal + lambda dBase) W_lm`.
+    """
+    if rows.shape[1] == 0:
+        segments = [_Segment(len(labels), final=False, base=True)]
+        loss, _, base_loss, _, base_right = _OnePass.apply(
+            hidden, low_rank, lm_weight, rows, labels, weights, 1.0, segments, logits_bytes
+        )
+        return Sums(loss, base_loss, base_loss, base_right, base_right, True, True)
+    # Where nothing is trained, both are only measured, and then on all rows.
+    final, base = lambda_base < 1, lambda_base > 0 and (hidden.requires_grad or not torch.is_grad_enabled())
+    segments = [_Segment(len(labels), True, True)]
+    if not (final and base):
+        segments = [_Segment(sampled, True, True), _Segment(len(labels) - sampled, final, base)]
+    loss, final_loss, base_loss, final_right, base_right = _OnePass.apply(
+        hidden, low_rank, lm_weight, rows, labels, weights, lambda_base, segments, logits_bytes
+    )
+    return Sums(loss, final_loss, base_loss, final_right, base_right, final, base)
+
+
+class _Segment(NamedTuple):
+    """Rows in a row of which the same logits are formed."""
+
+    length: int
+    final: bool
+    base: bool
+
+
+class _OnePass(torch.autograd.Function):
+    """See `one_pass`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,  # [n, H]
+        low_rank: Tensor,  # [n, R]
+        lm_weight: Tensor,  # [V, H]
+        rows: Tensor,  # [V, R]
+        labels: Tensor,  # [n]
+        weights: Tensor,  # [n]
+        lambda_base: float,
+        segments: Sequence[_Segment],
+        logits_bytes: int,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        wants_hidden, wants_low_rank, _, wants_rows = ctx.needs_input_grad[:4]
+        final_trains = lambda_base < 1 and any(ctx.needs_input_grad)
+        base_trains = lambda_base > 0 and wants_hidden
+        narrow_rows = rows.to(lm_weight.dtype)
+        grad_hidden = torch.zeros_like(hidden) if wants_hidden else None
+        grad_low_rank = torch.zeros_like(low_rank) if wants_low_rank else None
+        grad_rows = torch.zeros_like(rows) if wants_rows else None
+        final_sum, base_sum = weights.new_zeros(()), weights.new_zeros(())
+        final_right, base_right = torch.zeros_like(labels, dtype=torch.bool), torch.zeros_like(labels, dtype=torch.bool)
+        for part, final, base, scratch in _chunks(segments, lm_weight, logits_bytes):
+            scale = weights[part, None].to(hidden.dtype)
+            shared = final if base is None else base
+            assert shared is not None
+            torch.mm(hidden[part], lm_weight.T, out=shared)
+            if final is not None:
+                torch.addmm(shared, low_rank[part], narrow_rows.T, out=final)
+                losses, final_right[part] = _into_gradient(final, labels[part], scratch)
+                final_sum += (weights[part] * losses).sum()
+            if base is not None:
+                losses, base_right[part] = _into_gradient(base, labels[part], scratch)
+                base_sum += (weights[part] * losses).sum()
+            if final is not None and final_trains:
+                if grad_low_rank is not None:
+                    grad_low_rank[part] = (final @ narrow_rows) * ((1 - lambda_base) * scale)
+                if grad_rows is not None:
+                    _accumulate(grad_rows, final.T, low_rank[part] * ((1 - lambda_base) * scale))
+            if grad_hidden is not None:
+                mixed = _mixture(final if final_trains else None, base if base_trains else None, lambda_base)
+                grad_hidden[part] = (mixed @ lm_weight) * scale
+        ctx.gradients = (grad_hidden, grad_low_rank, grad_rows)
+        ctx.mark_non_differentiable(final_sum, base_sum, final_right, base_right)
+        loss = (1 - lambda_base) * final_trains * final_sum + lambda_base * base_trains * base_sum
+        return loss, final_sum, base_sum, final_right, base_right
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        # Scaled in place, which a second backward pass would find done already.
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise RuntimeError("the gradients of this objective are gone: they can be asked for once")
+        hidden, low_rank, rows = (None if part is None else part.mul_(grad_outputs[0]) for part in gradients)
+        return hidden, low_rank, None, rows, None, None, None, None, None
+
+
+def rows_in(logits_bytes: int, lm_weight: Tensor, tensors: int) -> int:  # [V, H]
+    """How many rows of `tensors` logits fit. In half precision a float32 copy of one of them must fit too."""
+    entry = tensors * lm_weight.element_size() + _scratch_size(lm_weight)
+    return max(1, logits_bytes // (len(lm_weight) * entry))
+
+
+def _chunks(
+    segments: Sequence[_Segment], lm_weight: Tensor, logits_bytes: int
+) -> Iterator[tuple[slice, Tensor | None, Tensor | None, Tensor | None]]:  # final, base and scratch, each [c, V]
+    """Chunks of the rows, with room for the logits that are formed of them. All chunks use the same memory."""
+    vocab_size, dtype = len(lm_weight), lm_weight.dtype
+    segments = [part for part in segments if part.final or part.base]
+    sizes = [min(part.length, rows_in(logits_bytes, lm_weight, part.final + part.base)) for part in segments]
+    entries = [(part.final + part.base) * dtype.itemsize + _scratch_size(lm_weight) for part in segments]
+    most = max(size * entry for size, entry in zip(sizes, entries, strict=True))
+    memory = torch.empty(most * vocab_size, dtype=torch.uint8, device=lm_weight.device)
+    start = 0
+    for part, size in zip(segments, sizes, strict=True):
+        end = start + part.length
+        while start < end:
+            count = min(size, end - start)
+            taken = 0
+            room: list[Tensor | None] = []
+            for wanted, kind in ((_scratch_size(lm_weight), torch.float32), (part.final, dtype), (part.base, dtype)):
+                size_here = count * vocab_size * kind.itemsize if wanted else 0
+                room.append(memory[taken : taken + size_here].view(kind).view(count, vocab_size) if wanted else None)
+                taken += size_here
+            scratch, final, base = room
+            yield slice(start, start + count), final, base, scratch
+            start += count
+
+
+def _scratch_size(lm_weight: Tensor) -> int:
+    """Bytes an entry of the float32 copy that logits in half precision need."""
+    return 0 if lm_weight.element_size() >= 4 else 4
+
+
+def _into_gradient(
+    logits: Tensor,  # [c, V], overwritten with the gradient of the cross-entropy
+    labels: Tensor,  # [c]
+    scratch: Tensor | None,  # [c, V] float32, for logits in half precision
+) -> tuple[Tensor, Tensor]:  # [c] float32, [c] bool
+    """Cross-entropies, and whether no logit exceeds the label's."""
+    place = labels[:, None]
+    largest = logits.amax(dim=-1, keepdim=True)
+    own = logits.gather(1, place)
+    # The softmax goes row by row, so that it may write where it reads.
+    wide = logits if scratch is None else scratch
+    torch.softmax(logits, dim=-1, dtype=wide.dtype, out=wide)
+    # The largest probability is at least 1/V: its logarithm is exact where that of the label's may have underflown.
+    normaliser = largest.to(wide.dtype) - wide.amax(dim=-1, keepdim=True).log()
+    losses = normaliser - own.to(wide.dtype)
+    wide.scatter_(1, place, torch.expm1(-losses))  # probability - 1, with all of its digits
+    if scratch is not None:
+        logits.copy_(scratch)
+    return losses[:, 0].float(), (own == largest)[:, 0]
+
+
+def _mixture(final: Tensor | None, base: Tensor | None, lambda_base: float) -> Tensor:  # [c, V] each, None: idle
+    """`(1 - lambda) final + lambda base`, in place."""
+    if final is None or base is None:
+        only = base if final is None else final
+        assert only is not None
+        return only  # lambda is 0 or 1
+    return final.lerp_(base, lambda_base)
+
+
+def _accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:  # [V, R] += [V, c] @ [c, R]
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate.utils import DeepSpeedPlugin, DistributedType, InitProcessGroupKwargs
 from torch import Tensor
+from transformers.integrations import unset_hf_deepspeed_config
 
 from data.models import load_drafter
 from data.samples import Sample
@@ -22,19 +25,23 @@ from dominotree.errors import UserError
 from dominotree.target import Target
 
 from .config import NewHeadConfig, TrainConfig
+from .flops import TargetSize
 from .objective import LossVocabulary
+from .updates import own_share
 
 
 def make_accelerator(config: TrainConfig) -> Accelerator:
-    """Processes and devices. Raises UserError where several processes were launched that would not train together."""
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
-        raise UserError("this trainer does not run under DeepSpeed yet; launch it with conf/accelerate/ddp.yaml")
-    if parse_device(config.device).index is not None:
+    """Processes and devices. Raises UserError where several processes were launched that would not train together, or
+    DeepSpeed was asked for and cannot run."""
+    device = parse_device(config.device)
+    if device.index is not None:
         raise UserError(f"device must be auto, cpu or cuda, got {config.device}; choose GPUs by CUDA_VISIBLE_DEVICES")
-    accelerator = Accelerator(
-        cpu=parse_device(config.device).type == "cpu",
-        mixed_precision="bf16" if config.precision == "bfloat16" else "no",
-    )
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
+        accelerator = _deepspeed_accelerator(config, device)
+    else:
+        accelerator = Accelerator(
+            cpu=device.type == "cpu", mixed_precision="bf16" if config.precision == "bfloat16" else "no"
+        )
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     together = launched == 1 or accelerator.distributed_type != DistributedType.NO
     if accelerator.num_processes != launched or not together:
@@ -42,6 +49,73 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
             f"{launched} processes were launched, but they do not train together (accelerate sees "
             f"{accelerator.num_processes}); launch them with conf/accelerate/ddp.yaml"
         )
+    return accelerator
+
+
+def check_same_everywhere(accelerator: Accelerator, update: int) -> None:
+    """Raises UserError where processes go on from different updates: those of one machine do not see the files of
+    another."""
+    found = sorted(set(accelerator.gather(torch.tensor([update], device=accelerator.device)).tolist()))
+    if len(found) > 1:
+        raise UserError(
+            f"the processes found the checkpoints of different updates, {found}; output= must be a folder that all "
+            "machines share"
+        )
+
+
+def another_ended(error: RuntimeError) -> bool:
+    """Whether this process failed because it lost another one of its run."""
+    return isinstance(error, torch.distributed.DistError) or "by peer" in str(error)
+
+
+def deepspeed_settings(config: TrainConfig, world_size: int) -> dict[str, Any]:
+    """What DeepSpeed's own configuration must say for an update to be the same as without it."""
+    optim = config.optim
+    micro_batches = own_share(range(optim.batch_size), 0, world_size, optim.micro_batch_size)
+    return {
+        "train_micro_batch_size_per_gpu": optim.micro_batch_size,
+        "gradient_accumulation_steps": len(micro_batches),
+        "train_batch_size": optim.micro_batch_size * len(micro_batches) * world_size,
+        "gradient_clipping": optim.clip_norm,
+        # Weights, gradients and what is exchanged stay in float32: an empty list of modules for which they need not.
+        "torch_autocast": {
+            "enabled": config.precision == "bfloat16",
+            "dtype": "bfloat16",
+            "lower_precision_safe_modules": [],
+        },
+    }
+
+
+def _deepspeed_accelerator(config: TrainConfig, device: torch.device) -> Accelerator:
+    """The ZeRO stage is the launcher's to say, everything else follows from the settings."""
+    if find_spec("deepspeed") is None:
+        raise UserError("this launch needs the deepspeed package: pip install -e '.[deepspeed]'")
+    on_cpu = not torch.cuda.is_available()
+    if device.type == "cpu" and not on_cpu:
+        raise UserError("DeepSpeed takes the GPUs it finds, but device=cpu; hide them: CUDA_VISIBLE_DEVICES= ")
+    if on_cpu:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or it warns that it found nothing better
+    plugin = DeepSpeedPlugin(zero3_init_flag=False)
+    if plugin.zero_stage not in (2, 3) or {plugin.offload_optimizer_device, plugin.offload_param_device} != {"none"}:
+        raise UserError(
+            "DeepSpeed runs here with ZeRO stage 2 or 3 and nothing offloaded, got stage "
+            f"{plugin.zero_stage}, optimizer on {plugin.offload_optimizer_device}, weights on "
+            f"{plugin.offload_param_device}; launch with conf/accelerate/zero2.yaml or zero3.yaml"
+        )
+    settings = deepspeed_settings(config, int(os.environ.get("WORLD_SIZE", "1")))
+    plugin.deepspeed_config.update(settings)
+    try:
+        accelerator = Accelerator(
+            mixed_precision="no",
+            gradient_accumulation_steps=settings["gradient_accumulation_steps"],
+            deepspeed_plugin=plugin,
+            kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] if on_cpu else None,
+        )
+    except (RuntimeError, OSError) as error:  # On CPUs DeepSpeed compiles its communication once.
+        raise UserError(
+            f"DeepSpeed cannot start: {str(error).splitlines()[0]}; on CPUs it needs a C++ compiler and ninja"
+        ) from error
+    unset_hf_deepspeed_config()  # or transformers would share the target out too
     return accelerator
 
 
@@ -58,9 +132,19 @@ def make_draft(config: TrainConfig, target: Target) -> DraftModel:
     draft.requires_grad_(True)
     draft.backbone.requires_grad_(config.backbone == "trained")
     draft.backbone.gradient_checkpointing = config.gradient_checkpointing
+    draft.attention = None if config.attention == "auto" else config.attention
     if config.correction == "hidden_only":
         _silence_gru(draft)
     return draft.train()
+
+
+def target_size(target: Target) -> TargetSize:
+    """Of its layers, for counting operations."""
+    config, decoder = target.config, target.model.get_decoder()
+    embeddings = target.model.get_input_embeddings().weight.numel()
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    weights = sum(weight.numel() for weight in decoder.parameters()) - embeddings
+    return TargetSize(weights, target.num_layers, config.num_attention_heads * head_dim)
 
 
 def head_sizes(config: TrainConfig) -> HeadConfig:

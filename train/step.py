@@ -10,9 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from dominotree.draft.head import DominoHead
 from dominotree.draft.model import DraftModel, Embed
 
-from .objective import LossVocabulary, Objective, domino_objective
+from .objective import LOGITS_BYTES, LossVocabulary, Objective, domino_objective, rows_in
+from .profiling import IDLE, Timeline
 from .targets import BlockTargets
 
 
@@ -31,10 +33,20 @@ class TrainStep(nn.Module):
     """Draft, objective and nothing else, so that only the draft's weights are wrapped, sharded and saved."""
 
     def __init__(
-        self, draft: DraftModel, embed: Embed, lm_weight: Tensor, vocabulary: LossVocabulary, *, self_generated: bool
+        self,
+        draft: DraftModel,
+        embed: Embed,
+        lm_weight: Tensor,
+        vocabulary: LossVocabulary,
+        *,
+        self_generated: bool,
+        logits_bytes: int = LOGITS_BYTES,
+        timeline: Timeline = IDLE,
     ) -> None:
         super().__init__()
         self.draft = draft
+        self._logits_bytes = logits_bytes
+        self._timeline = timeline
         self._vocabulary = vocabulary
         self._self_generated = self_generated
         # In a tuple, so that the target's weights do not become this module's.
@@ -42,13 +54,27 @@ class TrainStep(nn.Module):
 
     def forward(self, inputs: StepInput, lambda_base: float) -> Objective:
         embed, lm_weight = self._target_parts
+        self._timeline.switch("backbone")
         hidden = self.draft.train_hidden(inputs.anchor_ids, inputs.anchors, inputs.keep, inputs.features, embed)
         hidden = hidden[:, :, hidden.shape[2] - self.draft.config.draft_length :]
+        self._timeline.switch("head")
+        self._timeline.switch_when_gradient_arrives(hidden, "backbone")
         targets = inputs.targets
         if self._self_generated:
-            prefix_ids = self_generated_prefixes(self.draft, hidden, targets.prefix_ids, embed, lm_weight)
+            prefix_ids = self_generated_prefixes(
+                self.draft, hidden, targets.prefix_ids, embed, lm_weight, self._logits_bytes
+            )
             targets = BlockTargets(prefix_ids, targets.labels, targets.weights)
-        return domino_objective(self.draft, hidden, targets, embed, self._vocabulary, lambda_base)
+        return domino_objective(
+            self.draft,
+            hidden,
+            targets,
+            embed,
+            self._vocabulary,
+            lambda_base,
+            logits_bytes=self._logits_bytes,
+            timeline=self._timeline,
+        )
 
 
 @torch.no_grad()
@@ -58,16 +84,33 @@ def self_generated_prefixes(
     prefix_ids: Tensor,  # [B, A, K] of which only the anchor is kept
     embed: Embed,
     lm_weight: Tensor,  # [V, H]
+    logits_bytes: int = LOGITS_BYTES,
 ) -> Tensor:  # [B, A, K]
     """Prefixes as decoding makes them, each token the drafter's own choice: the training-time test."""
     if draft.head is None:
         return prefix_ids
-    tokens = [prefix_ids[..., 0]]
-    state = draft.head.initial_state(1).expand(*prefix_ids.shape[:2], -1)
-    for slot in range(hidden.shape[2] - 1):
+    tokens = [prefix_ids[..., 0].flatten()]
+    state = draft.head.initial_state(len(tokens[0]))
+    for slot, rows in enumerate(hidden.flatten(0, 1).unbind(dim=1)[:-1]):
         state = draft.head.advance(embed(tokens[-1]).to(hidden.dtype), state)
-        logits = nn.functional.linear(hidden[:, :, slot].to(lm_weight.dtype), lm_weight)
-        if slot >= draft.config.uncorrected_length:
-            logits = logits + draft.head.correction(hidden[:, :, slot], state)
-        tokens.append(logits.argmax(dim=-1))
-    return torch.stack(tokens, dim=-1)
+        head = draft.head if slot >= draft.config.uncorrected_length else None
+        tokens.append(_best_tokens(rows, state, head, lm_weight, logits_bytes))
+    return torch.stack(tokens, dim=-1).view_as(prefix_ids)
+
+
+def _best_tokens(
+    hidden: Tensor,  # [n, H]
+    state: Tensor,  # [n, G]
+    head: DominoHead | None,  # None: of the base logits
+    lm_weight: Tensor,  # [V, H]
+    logits_bytes: int,
+) -> Tensor:  # [n]
+    """The most likely token of every row, chunk by chunk."""
+    size = rows_in(logits_bytes, lm_weight, tensors=3)
+    best = []
+    for rows, states in zip(hidden.split(size), state.split(size), strict=True):
+        logits = nn.functional.linear(rows.to(lm_weight.dtype), lm_weight)
+        if head is not None:
+            logits = logits + head.correction(rows, states)
+        best.append(logits.argmax(dim=-1))
+    return torch.cat(best)

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+SAMPLE_EVERY = 8
+
 
 @dataclass(frozen=True)
 class BlockTargets:
@@ -41,6 +43,14 @@ def block_targets(
     if decay_gamma is not None:
         weights = weights * torch.exp(-offsets / decay_gamma)
     return BlockTargets(_gather(input_ids, places.clamp(max=length - 1)), labels, weights)
+
+
+def sampled_blocks(counts: Tensor) -> Tensor:  # [B, A, K] bool, slots that count -> [B, A] bool
+    """One in eight of every sample's blocks that count, at least one: a sample that follows from each row alone."""
+    blocks = counts.any(dim=-1)
+    rank = blocks.cumsum(dim=1) - 1
+    first = (blocks.sum(dim=1, keepdim=True).clamp(max=SAMPLE_EVERY) - 1) // 2
+    return blocks & (rank % SAMPLE_EVERY == first)
 
 
 def _gather(rows: Tensor, places: Tensor) -> Tensor:  # [B, S], [B, A, K] -> [B, A, K]

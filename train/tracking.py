@@ -46,13 +46,14 @@ class Tracker:
         if self._run is not None:
             self._run.log({f"train/{name}": value for name, value in record.items()}, step=update)
 
-    def log_validation(self, update: int, figures: ValidationFigures) -> None:
-        self._write({"update": update} | figures.flat())
+    def log_validation(self, update: int, figures: ValidationFigures, held_out: dict[str, float]) -> None:
+        self._write({"update": update} | figures.flat() | held_out)
         if not self._active:
             return
         self._tau = f"  τ {figures.score:.2f}"
         taus = ", ".join(f"{name} {value:.3f}" for name, value in figures.acceptance_length.items())
-        self._console.print(f"update {update}: τ by decoding: {taus}", highlight=False, soft_wrap=True)
+        loss = f"held-out loss {held_out['held_out/final_loss']:.3f}"
+        self._console.print(f"update {update}: τ by decoding: {taus}; {loss}", highlight=False, soft_wrap=True)
         if self._run is not None:
             import wandb
 
@@ -60,7 +61,8 @@ class Tracker:
             picture = wandb.Image(plot_acceptance(figures, self._output / "acceptance.png"))
             extra = {"samples": table, "acceptance_by_position": picture}
             self._run.log(
-                {f"validation/{name}": value for name, value in (figures.flat() | extra).items()}, step=update
+                {f"validation/{name}": value for name, value in (figures.flat() | held_out | extra).items()},
+                step=update,
             )
 
     @contextmanager

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from typing import Protocol, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding
 
 from .config import DraftConfig
+from .masks import Attend
 
 Rotation = tuple[Tensor, Tensor]  # cosines and sines, each [B, T, D]
 KeysValues = tuple[Tensor, Tensor]  # each [B, kv_heads, T, D]
@@ -76,16 +76,11 @@ class DraftAttention(nn.Module):
         hidden: Tensor,  # [B, Q, H]
         rotation: Rotation,
         context: ContextKV,
-        mask: Tensor | None,  # [B, 1, Q, S + Q] bool; None = everything visible
+        attend: Attend,
     ) -> Tensor:  # [B, Q, H]
         queries = rotate(self.q_norm(self._split_heads(self.q_proj(hidden))), rotation)
         keys, values = context.with_block(self.layer, *self.keys_values(hidden, rotation))
-        if mask is not None:
-            # With a mask, CUDA has no memory-efficient kernel for grouped queries: repeat the heads for it.
-            groups = queries.shape[1] // keys.shape[1]
-            keys, values = keys.repeat_interleave(groups, dim=1), values.repeat_interleave(groups, dim=1)
-        mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=mask is None)
-        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+        return self.o_proj(attend(queries, keys, values).transpose(1, 2).flatten(2))
 
     def _split_heads(self, projected: Tensor) -> Tensor:  # [B, T, heads*D] -> [B, heads, T, D]
         return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -99,8 +94,8 @@ class DraftLayer(nn.Module):
         self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(self, hidden: Tensor, rotation: Rotation, context: ContextKV, mask: Tensor | None) -> Tensor:
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotation, context, mask)
+    def forward(self, hidden: Tensor, rotation: Rotation, context: ContextKV, attend: Attend) -> Tensor:
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotation, context, attend)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
@@ -132,15 +127,15 @@ class DFlashBackbone(nn.Module):
         block_embeds: Tensor,  # [B, Q, H] embeddings of the anchor and the masks
         positions: Tensor,  # [B, Q]
         context: ContextKV,
-        masks: list[Tensor | None],  # one a layer, see DraftAttention
+        attends: list[Attend],  # one a layer: attention that keeps to who may see whom
     ) -> Tensor:  # [B, Q, H]
         hidden = block_embeds.to(self.fc.weight.dtype)
         rotation = self.rotary_emb(hidden, positions)
-        for layer, mask in zip(self.layers, masks, strict=True):
+        for layer, attend in zip(self.layers, attends, strict=True):
             if self.gradient_checkpointing and torch.is_grad_enabled():
-                hidden = checkpoint(layer, hidden, rotation, context, mask, use_reentrant=False)
+                hidden = checkpoint(layer, hidden, rotation, context, attend, use_reentrant=False)
             else:
-                hidden = layer(hidden, rotation, context, mask)
+                hidden = layer(hidden, rotation, context, attend)
         return self.norm(hidden)
 
 

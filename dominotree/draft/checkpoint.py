@@ -49,6 +49,7 @@ def load_draft(
     tensors = _rename(_read_tensors(directory), directory)
     with torch.device("meta"):
         draft = DraftModel(config)
+    draft.directory = directory
     _check_tensors(draft, tensors, directory)
     draft.load_state_dict(tensors, strict=True, assign=True)
     # The rotary tables are computed, not stored, so the ones made on the meta device hold nothing.

@@ -31,12 +31,27 @@ class DominoHead(nn.Module):
         return cast(Tensor, self.embed_proj[2].weight)
 
     @property
-    def _state_weight(self) -> Tensor:  # [3G, G]
+    def hidden_size(self) -> int:
+        """H, the drafter's hidden size."""
+        return self.prefix_gru.input_size
+
+    @property
+    def input_weight(self) -> Tensor:  # [3G, H]
+        """W_ih of the GRU."""
+        return cast(Tensor, self.prefix_gru.weight_ih_l0)
+
+    @property
+    def state_weight(self) -> Tensor:  # [3G, G]
+        """W_hh of the GRU."""
         return cast(Tensor, self.prefix_gru.weight_hh_l0)
+
+    @property
+    def _first_weight(self) -> Tensor:  # [R, H + G]
+        return cast(Tensor, self.embed_proj[0].weight)
 
     def initial_state(self, batch_size: int) -> Tensor:  # [B, G]
         """The state before any token: zeros."""
-        return self._state_weight.new_zeros(batch_size, self.prefix_gru.hidden_size)
+        return self.state_weight.new_zeros(batch_size, self.prefix_gru.hidden_size)
 
     def advance(
         self,
@@ -44,15 +59,15 @@ class DominoHead(nn.Module):
         state: Tensor,  # [..., G]
     ) -> Tensor:  # [..., G]
         """The prefix state after one more token."""
-        return self._step(self._input_gates(token_embeds), state)
+        return self.step(self.input_gates(token_embeds), state)
 
     def prefix_states(self, token_embeds: Tensor) -> Tensor:  # [B, T, H] -> [B, T, G]
         """The prefix state after each of T tokens known beforehand (teacher forcing); entry t has seen t+1 tokens."""
-        input_gates = self._input_gates(token_embeds)
+        input_gates = self.input_gates(token_embeds)
         state = self.initial_state(token_embeds.shape[0])
         states = []
         for gates in input_gates.unbind(dim=1):
-            state = self._step(gates, state)
+            state = self.step(gates, state)
             states.append(state)
         return torch.stack(states, dim=1)
 
@@ -64,6 +79,18 @@ class DominoHead(nn.Module):
         """`SiLU(W1 [H; S])`, the part of the correction that the vocabulary shares."""
         return self.embed_proj[1](self.embed_proj[0](torch.cat([hidden, state], dim=-1)))
 
+    def position_part(self, hidden: Tensor) -> Tensor:  # [..., H] -> [..., R]
+        """`W1 H`, what every state meets at one position."""
+        return F.linear(hidden, self._first_weight[:, : self.hidden_size])
+
+    def low_rank_after(
+        self,
+        position_part: Tensor,  # [..., R] of `position_part`
+        state: Tensor,  # [..., G]
+    ) -> Tensor:  # [..., R]
+        """`low_rank` up to rounding, for many states at one position."""
+        return self.embed_proj[1](position_part + F.linear(state, self._first_weight[:, self.hidden_size :]))
+
     def correction(
         self,
         hidden: Tensor,  # [..., H]
@@ -74,12 +101,30 @@ class DominoHead(nn.Module):
         rows = self.output_rows if rows is None else rows
         return F.linear(self.low_rank(hidden, state).to(rows.dtype), rows)
 
-    def _input_gates(self, token_embeds: Tensor) -> Tensor:  # [..., H] -> [..., 3G]
-        return F.linear(token_embeds, cast(Tensor, self.prefix_gru.weight_ih_l0))
+    def input_gates(
+        self,
+        token_embeds: Tensor,  # [..., H]
+        weight: Tensor | None = None,  # [3G, H] W_ih laid out otherwise in memory
+    ) -> Tensor:  # [..., 3G]
+        """`W_ih x`, the part of a step that the token alone decides."""
+        return F.linear(token_embeds, self.input_weight if weight is None else weight)
 
-    def _step(self, input_gates: Tensor, state: Tensor) -> Tensor:  # [..., 3G], [..., G] -> [..., G]
-        input_reset, input_update, input_new = input_gates.chunk(3, dim=-1)
-        reset, update, new = F.linear(state, self._state_weight).chunk(3, dim=-1)
-        candidate = torch.tanh(input_new + torch.sigmoid(input_reset + reset) * new)
-        keep = torch.sigmoid(input_update + update)
-        return (1 - keep) * candidate + keep * state
+    def first_step(self, input_gates: Tensor) -> Tensor:  # [..., 3G] -> [..., G]
+        """`step` from the initial state, without the products with zeros."""
+        _, update, new = input_gates.chunk(3, dim=-1)
+        candidate = torch.tanh(new)
+        return torch.lerp(candidate, torch.zeros_like(candidate), torch.sigmoid(update))
+
+    def step(
+        self,
+        input_gates: Tensor,  # [..., 3G] of `input_gates`
+        state: Tensor,  # [..., G]
+        weight: Tensor | None = None,  # [3G, G] W_hh laid out otherwise in memory
+    ) -> Tensor:  # [..., G]
+        """One step of the GRU: reset and update gate, then a new state between the candidate and the old one."""
+        size = state.shape[-1]
+        recurrent = F.linear(state, self.state_weight if weight is None else weight)
+        reset, keep = torch.sigmoid(input_gates[..., : 2 * size] + recurrent[..., : 2 * size]).chunk(2, dim=-1)
+        candidate = torch.tanh(torch.addcmul(input_gates[..., 2 * size :], reset, recurrent[..., 2 * size :]))
+        # Under autocast the gates are in half precision, the state is not.
+        return torch.lerp(candidate.to(state.dtype), state, keep.to(state.dtype))

@@ -6,7 +6,8 @@ Shapes: B batch, S context positions, A anchors, K drafted slots, H hidden, F ta
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from .backbone import ContextKV, DFlashBackbone, FixedContext
 from .config import DraftConfig
 from .head import DominoHead
-from .masks import anchor_block_mask
+from .masks import ATTENTIONS, FLEX_HEAD_DIM, Attend, anchor_block_rule, attend_by_mask
 
 Embed = Callable[[Tensor], Tensor]  # token ids [...] -> embeddings [..., H], the target's
 
@@ -25,6 +26,8 @@ class DraftModel(nn.Module):
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
         self.config = config
+        self.directory: Path | None = None  # where it was loaded from
+        self.attention: str | None = None  # of ATTENTIONS, for training; None: by device
         self.backbone = DFlashBackbone(config)
         self.head: DominoHead | None = None
         if config.head is not None:
@@ -54,8 +57,9 @@ class DraftModel(nn.Module):
         block[:, 0] = anchor_ids
         positions = anchor_positions[:, None] + torch.arange(size, device=anchor_ids.device)
         keep = torch.ones_like(anchor_positions, dtype=torch.bool)[:, None]
-        masks = self._masks(anchor_positions[:, None], keep, context_length, single_block=True)
-        hidden = self.backbone(embed(block), positions, context, masks)
+        everything: dict[tuple[int | None, bool], Attend] = {(None, False): attend_by_mask(None)}
+        attends = self._attends("dense", anchor_positions[:, None], keep, context_length, everything)
+        hidden = self.backbone(embed(block), positions, context, attends)
         return hidden[:, size - self.config.draft_length :]
 
     def train_hidden(
@@ -73,8 +77,8 @@ class DraftModel(nn.Module):
         positions = anchors[..., None] + torch.arange(size, device=anchors.device)
         context_positions = torch.arange(features.shape[1], device=features.device)[None]
         context = FixedContext(self.backbone.project_context(features, context_positions))
-        masks = self._masks(anchors, keep, features.shape[1], single_block=False)
-        hidden = self.backbone(embed(block.flatten(1)), positions.flatten(1), context, masks)
+        attends = self._attends(self.training_attention, anchors, keep, features.shape[1], {})
+        hidden = self.backbone(embed(block.flatten(1)), positions.flatten(1), context, attends)
         return hidden.unflatten(1, (-1, size))
 
     def teacher_forced_logits(
@@ -92,17 +96,28 @@ class DraftModel(nn.Module):
         corrected = base_logits[:, first:] + self.head.correction(hidden[:, first:], states[:, first:])
         return torch.cat([base_logits[:, :first], corrected], dim=1)
 
-    def _masks(
-        self, anchors: Tensor, keep: Tensor, context_length: int, *, single_block: bool
-    ) -> list[Tensor | None]:  # anchors and keep [B, A]
-        """Attention masks of the layers, one made for each kind. A single block behind all of its context needs none
-        where attention is full and not causal."""
-        made: dict[tuple[int | None, bool], Tensor | None] = {(None, False): None} if single_block else {}
+    @property
+    def training_attention(self) -> str:
+        if self.attention is not None:
+            return self.attention
+        flex = self.device.type == "cuda" and self.config.head_dim >= FLEX_HEAD_DIM
+        return "flex" if flex else "grouped"
+
+    def _attends(
+        self,
+        attention: str,
+        anchors: Tensor,  # [B, A]
+        keep: Tensor,  # [B, A]
+        context_length: int,
+        known: Mapping[tuple[int | None, bool], Attend],  # by window and causality
+    ) -> list[Attend]:
+        """Attention of the layers, one made for each kind that is not known."""
+        size = self.config.block_size
         kinds = [(self.config.window(layer), self.config.causal(layer)) for layer in range(len(self.backbone.layers))]
+        made = dict(known)
         for window, causal in set(kinds) - made.keys():
-            made[window, causal] = anchor_block_mask(
-                anchors, keep, context_length, self.config.block_size, window=window, causal=causal
-            )
+            rule = anchor_block_rule(anchors, keep, context_length, size, window=window, causal=causal)
+            made[window, causal] = ATTENTIONS[attention](rule, anchors, size, context_length)
         return [made[kind] for kind in kinds]
 
 
