@@ -11,30 +11,19 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from dominotree.errors import UserError
+from dominotree.identity import weights_fingerprint
 from dominotree.target import Target
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PACKAGES = ("torch", "transformers", "datasets", "dominotree")
-VALUES_A_WEIGHT = 64
 
 
 def target_fingerprint(target: Target) -> str:
     """Tells targets apart, see `weights_fingerprint`."""
     return weights_fingerprint(target.model)
-
-
-def weights_fingerprint(model: torch.nn.Module) -> str:
-    """Tells models apart: their shapes and a few values of every weight, whatever dtype they are loaded in."""
-    digest = hashlib.blake2b(digest_size=16)
-    for name, weight in model.named_parameters():
-        values = weight.detach().flatten()[:VALUES_A_WEIGHT].to("cpu", torch.bfloat16).view(torch.int16)
-        digest.update(f"{name}{tuple(weight.shape)}".encode() + values.numpy().tobytes())
-    return digest.hexdigest()
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -149,7 +149,7 @@ class Target:
         """Append Q tokens to `cache`; logits of all of them or the last, features of the layers asked for."""
         if positions is None:
             positions = torch.arange(cache.length, cache.length + token_ids.shape[1], device=token_ids.device)[None]
-        mask = None if visible is None else self._attention_mask(visible, positions, cache.length)
+        mask = None if visible is None else self._attention_mask(visible, positions, cache)
         with self._captured(layer_ids) as features:
             output = self.model(
                 input_ids=token_ids,
@@ -201,11 +201,12 @@ class Target:
             for handle in handles:
                 handle.remove()
 
-    def _attention_mask(self, visible: Tensor, positions: Tensor, past: int) -> Tensor | dict[str, Tensor]:
-        """The 4-D mask, one a layer kind, over `past` committed tokens and the new ones."""
+    def _attention_mask(self, visible: Tensor, positions: Tensor, cache: TargetCache) -> Tensor | dict[str, Tensor]:
+        """The 4-D mask, one a layer kind, over the committed tokens and the new ones."""
         kinds = _layer_kinds(self.config)
+        everything = cache.visibility.over(visible, cache.length)
         masks = {
-            kind: self._as_mask(_windowed(visible, positions, past, self.config.sliding_window if sliding else None))
+            kind: self._as_mask(_windowed(everything, positions, self.config.sliding_window) if sliding else everything)
             for kind, sliding in kinds.items()
         }
         # Models with layers of several kinds take a mask a kind; the others take the mask itself.
@@ -260,15 +261,11 @@ def _layer_kinds(config: PretrainedConfig) -> dict[str, bool]:
 
 
 def _windowed(
-    visible: Tensor,  # [B, Q, Q]
+    visible: Tensor,  # [B, Q, P + Q]
     positions: Tensor,  # [B, Q]
-    past: int,
-    window: int | None,
+    window: int,
 ) -> Tensor:  # [B, Q, P + Q]
-    history = visible.new_ones(*visible.shape[:2], past)
-    everything = torch.cat([history, visible], dim=-1)
-    if window is None:
-        return everything
-    past_positions = torch.arange(past, device=positions.device).expand(positions.shape[0], -1)
+    past_positions = torch.arange(visible.shape[2] - visible.shape[1], device=positions.device)
+    past_positions = past_positions.expand(positions.shape[0], -1)
     key_positions = torch.cat([past_positions, positions.expand(positions.shape[0], -1)], dim=-1)
-    return everything & (positions[..., None] - key_positions[:, None] < window)
+    return visible & (positions[..., None] - key_positions[:, None] < window)

@@ -18,15 +18,18 @@ class MethodConfig:
     node_budget: int | None = None
     candidate_width: int | None = None
     node_topk: int | None = None
+    width: int | None = None
+    draft_temperature: float | None = None
+    depth_term: float | None = None
+    builder: str | None = None
+    input_table: bool | None = None
+    cap: int | None = None
+    profile: str | None = None
+    calibration: str | None = None
 
     @property
-    def options(self) -> dict[str, int]:
-        named = {
-            "node_budget": self.node_budget,
-            "candidate_width": self.candidate_width,
-            "node_topk": self.node_topk,
-        }
-        return {name: value for name, value in named.items() if value is not None}
+    def options(self) -> dict[str, int | float | str]:
+        return {name: value for name, value in vars(self).items() if name != "name" and value is not None}
 
 
 @dataclass(frozen=True)

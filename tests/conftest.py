@@ -27,7 +27,7 @@ from transformers import (
 from dominotree.decode.cache import DraftCache
 from dominotree.decode.generation import Generation
 from dominotree.decode.loop import decode_rounds
-from dominotree.decode.methods import Method
+from dominotree.decode.methods import METHODS, Method
 from dominotree.draft.config import DraftConfig, HeadConfig
 from dominotree.draft.fresh import fresh_draft
 from dominotree.draft.model import DraftModel, initialize
@@ -35,6 +35,8 @@ from dominotree.target import Target
 from dominotree.tree.children import Proposal
 from dominotree.tree.nodes import DraftTree
 
+# Those that need no profile of costs; the others have tests of their own.
+READY_METHODS = [name for name, method in METHODS.items() if not method.needs_profile]
 REFERENCE = Path(__file__).resolve().parents[2] / "shared" / "reference"
 
 SIZES: dict[str, Any] = {

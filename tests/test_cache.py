@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dominotree.decode.cache import DraftCache, GrowingBuffer, TargetCache
+from dominotree.decode.cache import DraftCache, GrowingBuffer, TargetCache, VisibilityBuffer
 from dominotree.draft.backbone import FixedContext
 from dominotree.target import Target
 
@@ -82,6 +82,45 @@ def test_nothing_of_a_rejected_window_remains() -> None:
     torch.testing.assert_close(
         target.forward(after, cache).logits, target.forward(after, clean).logits, rtol=0, atol=1e-6
     )
+
+
+@pytest.mark.parametrize("rows", [[0], [0, 1, 2], [0, 1, 3], [0, 2, 3], [0, 3]])
+def test_rows_in_place_are_kept_without_being_copied(rows: list[int]) -> None:
+    target = make_target()
+    prompt, window, after = (torch.tensor([ids]) for ids in ([3, 1, 4, 1], [5, 9, 2, 6], [7, 8]))
+    in_place = sum(place == row for place, row in enumerate(rows))
+    logits = []
+    for said in (0, in_place):
+        cache = TargetCache(reserve=64)
+        target.forward(prompt, cache)
+        target.forward(window, cache)
+        cache.keep(4, torch.tensor(rows), said)
+        assert cache.length == 4 + len(rows)
+        logits.append(target.forward(after, cache).logits)
+    assert torch.equal(*logits)
+
+
+@given(
+    rounds=st.lists(st.tuples(st.integers(0, 5), st.integers(1, 6), st.integers(0, 10**6)), min_size=1, max_size=8),
+    batch=st.integers(1, 2),
+)
+@settings(deadline=None)
+def test_everyone_sees_what_is_committed_and_of_the_window_what_is_visible(
+    rounds: list[tuple[int, int, int]], batch: int
+) -> None:
+    """Windows of any size behind a context that grows by less than the window, as rejected tokens leave it."""
+    buffer, past = VisibilityBuffer(), 0
+    for grown, size, seed in rounds:
+        past += grown
+        visible = torch.rand(batch, size, size, generator=torch.Generator().manual_seed(seed)) < 0.5
+        seen = buffer.over(visible, past)
+        assert torch.equal(seen, torch.cat([torch.ones(batch, size, past, dtype=torch.bool), visible], dim=-1))
+
+
+def test_the_visibility_stays_in_one_buffer() -> None:
+    buffer = VisibilityBuffer()
+    places = {buffer.over(torch.ones(1, 5, 5, dtype=torch.bool), past).data_ptr() for past in range(40, 80)}
+    assert len(places) == 1
 
 
 def test_an_empty_cache_has_no_length() -> None:

@@ -20,8 +20,8 @@ from dominotree.tree.children import (
     MarginalScorer,
     Proposal,
     StaticCorrectedScorer,
-    greedy_rollout,
 )
+from dominotree.tree.lanes import ConditionalLanes, DraftBlocks, PreparedHead, greedy_rollout
 
 VOCABULARY = 23
 ROOT = 4
@@ -76,6 +76,13 @@ def ask(scorer: ChildScorer[Any], path: list[int]) -> tuple[list[int], list[floa
 def same(ours: tuple[list[int], list[float]], expected: tuple[list[int], list[float]]) -> None:
     assert ours[0] == expected[0]
     assert ours[1] == pytest.approx(expected[1], abs=2e-4)
+
+
+def rollout(proposal: Proposal) -> list[int]:
+    assert proposal.head is not None
+    prepared = PreparedHead(proposal.head, proposal.embed, VOCABULARY, input_table=False)
+    lanes = ConditionalLanes(prepared, DraftBlocks.of(proposal), candidate_width=0, node_topk=1)
+    return greedy_rollout(lanes, len(proposal.hidden))[0].tolist()
 
 
 def random_paths(block: Block, count: int = 6) -> list[list[int]]:
@@ -172,7 +179,7 @@ def test_the_greedy_rollout_takes_the_best_teacher_forced_token_again_and_again(
     shift_label: bool, uncorrected: int
 ) -> None:
     block = Block(shift_label, uncorrected)
-    assert greedy_rollout(block.proposal).tolist() == block.greedy_path()
+    assert rollout(block.proposal) == block.greedy_path()
 
 
 def test_the_correction_changes_the_greedy_chain() -> None:
@@ -190,7 +197,7 @@ def test_equal_scores_go_to_the_lowest_ids(width: int) -> None:
     for scorer in (ConditionalScorer(proposal, width, 5), StaticCorrectedScorer(proposal, width, 5)):
         for path in ([], [2], [2, 2]):
             assert ask(scorer, path)[0] == [0, 1, 2, 3, 4]
-    assert greedy_rollout(proposal).tolist() == [0] * block.slots
+    assert rollout(proposal) == [0] * block.slots
 
 
 def test_candidates_that_the_correction_makes_equal_go_to_the_lowest_id() -> None:

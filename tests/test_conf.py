@@ -83,7 +83,9 @@ def test_every_method_has_its_file_with_its_own_options_and_defaults() -> None:
 
 def test_a_method_s_options_are_set_where_it_has_them() -> None:
     words = ["method.node_budget=4", "method.candidate_width=0", "method.node_topk=2"]
-    assert composed(*words).method.options == {"node_budget": 4, "candidate_width": 0, "node_topk": 2}
+    set_options = {"node_budget": 4, "candidate_width": 0, "node_topk": 2}
+    options = composed(*words).method.options
+    assert options == {**make_method("dominotree").__dict__, **set_options}
     with pytest.raises(UserError, match="method=domino has no node_budget"):
         composed("method=domino", "method.node_budget=4")
 

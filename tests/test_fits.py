@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import FAMILIES, make_target, small_config
+from conftest import FAMILIES, READY_METHODS, make_target, small_config
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from dominotree.decode.loop import decode
-from dominotree.decode.methods import METHODS, make_method
+from dominotree.decode.methods import make_method
 from dominotree.draft.checkpoint import check_fits
 from dominotree.draft.fresh import choose_mask_token, fresh_draft
 from dominotree.draft.model import DraftModel
@@ -74,7 +74,7 @@ def test_a_fresh_drafter_fits_its_target_and_drafts_for_it(family: str) -> None:
     check_fits(draft, target)
     assert draft.dtype == target.dtype and not draft.training
     assert not any(weight.requires_grad for weight in draft.parameters())
-    for name in METHODS:
+    for name in READY_METHODS:
         assert len(decode(target, draft, make_method(name), [1, 2, 3], max_new_tokens=7).token_ids) == 7
 
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import READY_METHODS
 from tiny_chat import ids_of, records, scripted
 
 import dominotree.decode.stream
 from dominotree import generate, load
 from dominotree.decode.generation import Round
-from dominotree.decode.methods import METHODS
 from infer.generate import main
 
 KEYS = {
@@ -35,7 +35,7 @@ Capture = pytest.CaptureFixture[str]
 # Answers and records
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", READY_METHODS)
 def test_every_method_gives_the_library_s_answer(
     method: str, words: list[str], folder: Path, tmp_path: Path, capsys: Capture
 ) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import greedy, make_draft, make_target
+from conftest import READY_METHODS, greedy, make_draft, make_target
 
 from dominotree.decode.loop import decode
-from dominotree.decode.methods import METHODS, make_method
+from dominotree.decode.methods import make_method
 from dominotree.target import Target
 
 pytestmark = [
@@ -23,7 +23,7 @@ def cuda_target() -> Target:
     return target
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", READY_METHODS)
 def test_every_method_gives_on_the_device_what_plain_decoding_gives_on_the_cpu(method: str) -> None:
     truth = greedy(make_target(), PROMPT, 24)
     target = cuda_target()

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import make_target
+from conftest import READY_METHODS, make_target
 
 from dominotree.decode.loop import decode
-from dominotree.decode.methods import METHODS, make_method
+from dominotree.decode.methods import make_method
 from dominotree.decode.sampling import Sampling
 from dominotree.draft.fresh import fresh_draft
 from dominotree.draft.model import DraftModel
@@ -17,7 +17,7 @@ from dominotree.target import Target
 
 COUNT = 36
 PROMPTS = [[3, 1, 4], [15, 9, 2, 6, 5, 3, 5], [8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6]]
-DRAFTING = [name for name in METHODS if name != "ar"]
+DRAFTING = [name for name in READY_METHODS if name != "ar"]
 # A bfloat16 step is 2^-8 of the value. Behind four layers of wide weights two ways to compute one logit lie a few
 # steps apart; fewer than one in ten of the target's choices is closer than the eight allowed here.
 RELATIVE_TIE = 8 * 2**-8

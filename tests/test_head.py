@@ -40,6 +40,25 @@ def test_a_step_is_torch_s_gru_step(head: DominoHead, gru: nn.GRU) -> None:
     torch.testing.assert_close(head.advance(tokens, state), expected, rtol=0, atol=1e-5)
 
 
+def test_the_first_step_starts_from_zeros(head: DominoHead) -> None:
+    gates = head.input_gates(noise(5, HIDDEN))
+    expected = head.step(gates, head.initial_state(5))
+    torch.testing.assert_close(head.first_step(gates), expected, rtol=0, atol=1e-6)
+
+
+def test_the_correction_in_two_parts_is_the_correction(head: DominoHead) -> None:
+    hidden, states = noise(HIDDEN), noise(4, GRU, seed=4)
+    ours = head.low_rank_after(head.position_part(hidden), states)
+    torch.testing.assert_close(ours, head.low_rank(hidden.expand(4, -1), states), rtol=0, atol=1e-5)
+
+
+def test_weights_may_lie_otherwise_in_memory(head: DominoHead) -> None:
+    tokens, states = noise(5, HIDDEN), noise(5, GRU, seed=4)
+    gates = head.input_gates(tokens, head.input_weight.t().contiguous().t())
+    ours = head.step(gates, states, head.state_weight.t().contiguous().t())
+    torch.testing.assert_close(ours, head.advance(tokens, states), rtol=0, atol=1e-5)
+
+
 def test_a_step_takes_any_leading_dimensions(head: DominoHead) -> None:
     tokens, states = noise(2, 3, HIDDEN), noise(2, 3, GRU, seed=4)
     stepped = head.advance(tokens, states)

@@ -19,6 +19,10 @@ ARROWS: dict[str, set[str]] = {
 # Packages that training may bring along without being pinned here.
 OPTIONAL = {"accelerate", "bitsandbytes", "datasets", "deepspeed", "evaluate", "flash_attn", "peft", "triton", "wandb"}
 
+# A command that is run as a module alone: with infer/ first on the path, where `python infer/file.py` puts it and
+# `python -m infer.file` does not, it would hide the profile module of the standard library.
+MODULE_ONLY = {"infer/profile.py"}
+
 
 def imported_modules(tree: ast.AST, package: str) -> Iterator[str]:
     """Full names of what a module of `package` (dotted) imports, inside functions and by import_module("...") too."""
@@ -65,7 +69,9 @@ def hiding_modules(root: Path) -> list[str]:
     return sorted(
         entry.relative_to(root).as_posix()
         for entry in entries
-        if (entry.suffix == ".py" or entry.is_dir()) and entry.stem in real
+        if (entry.suffix == ".py" or entry.is_dir())
+        and entry.stem in real
+        and entry.relative_to(root).as_posix() not in MODULE_ONLY
     )
 
 
@@ -128,6 +134,12 @@ def test_an_import_along_the_arrows_passes(tmp_path: Path, module: str, source: 
 
 def test_no_module_hides_a_real_package() -> None:
     assert hiding_modules(ROOT) == []
+
+
+def test_no_command_of_infer_is_launched_by_its_path() -> None:
+    texts = [ROOT / "README.md", *(ROOT / "infer").glob("*.py"), *(ROOT / "conf").rglob("*.yaml")]
+    by_path = re.compile(r"(?:python|accelerate launch)\b[^\n`]*\binfer/\w+\.py")
+    assert [path.name for path in texts if by_path.search(path.read_text(encoding="utf-8"))] == []
 
 
 HIDING = [

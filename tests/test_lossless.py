@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import FAMILIES, decode_guided, draft_block, greedy, make_draft, make_target, small_draft
+from conftest import FAMILIES, READY_METHODS, decode_guided, draft_block, greedy, make_draft, make_target, small_draft
 
 from dominotree.decode.cache import TargetCache
 from dominotree.decode.generation import Generation
 from dominotree.decode.loop import decode, decode_rounds
-from dominotree.decode.methods import METHODS, DominoTree, Method, make_method
+from dominotree.decode.methods import DominoTree, Method, make_method
 from dominotree.draft.model import DraftModel
 from dominotree.target import Target
 from dominotree.tree.children import Proposal
@@ -55,7 +55,7 @@ def mean(lengths: list[int]) -> float:
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize(("shift_label", "block_size"), DRAFTERS)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", READY_METHODS)
 def test_any_drafter_and_prompt_give_the_target_s_tokens(
     method: str, shift_label: bool, block_size: int, tied: bool
 ) -> None:
@@ -199,7 +199,7 @@ def test_every_block_is_drafted_behind_the_features_of_the_committed_tokens(shif
     assert max(accepted) > 1
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", READY_METHODS)
 def test_the_same_request_gives_the_same_rounds(method: str) -> None:
     target, draft = target_of("qwen3"), draft_of("qwen3", False, True, 6)
     made: Method = make_method(method)

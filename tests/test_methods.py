@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import draft_block, make_draft, make_target
+from conftest import READY_METHODS, draft_block, make_draft, make_target
 
 from dominotree.decode.cache import TargetCache
 from dominotree.decode.methods import METHODS, make_method
@@ -15,16 +15,22 @@ from dominotree.errors import UserError
 from dominotree.tree.children import Proposal
 from dominotree.tree.nodes import DraftTree
 
-OPTIONS: dict[str, dict[str, int]] = {
+SCALE = {"draft_temperature": 1.0, "depth_term": 0.0}
+WIDE = {"node_budget": 16, "candidate_width": 64, "node_topk": 8, **SCALE}
+OPTIONS: dict[str, dict[str, Any]] = {
     "ar": {},
     "dflash": {},
-    "ddtree": {"node_budget": 16},
-    "domino": {},
-    "static_corrected": {"node_budget": 16, "candidate_width": 64, "node_topk": 8},
-    "dominotree": {"node_budget": 16, "candidate_width": 64, "node_topk": 8},
+    "ddtree": {"node_budget": 16, **SCALE},
+    "domino": {"input_table": False},
+    "static_corrected": WIDE,
+    "dominotree": {**WIDE, "builder": "auto", "input_table": False},
+    "dartree": {**WIDE, "node_budget": 64, "node_topk": 64, "width": 12, "input_table": False},
+    "caddtree": {"cap": 64, "profile": ""},
+    "condadaptive": {"cap": 64, "profile": "", "candidate_width": 64, "node_topk": 8},
+    "adaptive": {"cap": 64, "profile": "", "candidate_width": 64, "node_topk": 8, "calibration": ""},
 }
-EVERY_OPTION = ("node_budget", "candidate_width", "node_topk")
-TREES = [name for name, options in OPTIONS.items() if options]
+EVERY_OPTION = ("node_budget", "candidate_width", "node_topk", *SCALE, "builder", "input_table", "width")
+TREES = [name for name, options in OPTIONS.items() if "node_budget" in options]
 
 
 @pytest.fixture(scope="module")
@@ -50,11 +56,8 @@ def test_the_methods_and_their_published_defaults() -> None:
 
 
 def test_options_are_taken() -> None:
-    assert dataclasses.asdict(make_method("dominotree", node_budget=3, candidate_width=0, node_topk=2)) == {
-        "node_budget": 3,
-        "candidate_width": 0,
-        "node_topk": 2,
-    }
+    options = {**OPTIONS["dominotree"], "node_budget": 3, "candidate_width": 0, "node_topk": 2, "builder": "heap"}
+    assert dataclasses.asdict(make_method("dominotree", **options)) == options
 
 
 def test_methods_do_not_change_once_made() -> None:
@@ -127,7 +130,7 @@ def test_the_first_child_of_every_ddtree_level_is_the_dflash_chain(proposal: Pro
 
 
 def test_the_five_drafting_methods_build_different_trees(proposal: Proposal) -> None:
-    built = [nodes(make_method(name).build(proposal)) for name in METHODS if name != "ar"]
+    built = [nodes(make_method(name).build(proposal)) for name in READY_METHODS if name != "ar"]
     assert len({str(tree) for tree in built}) == len(built)
 
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import draft_block, greedy
+from conftest import READY_METHODS, draft_block, greedy
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.testing import assert_close
 
 from dominotree.decode.cache import TargetCache
 from dominotree.decode.loop import decode
-from dominotree.decode.methods import METHODS, make_method
+from dominotree.decode.methods import make_method
 from dominotree.draft.checkpoint import check_fits, load_draft
 from dominotree.draft.model import DraftModel
 from dominotree.target import Target
@@ -178,7 +178,9 @@ def test_a_listed_tree_s_order_of_selection(budget: int) -> None:
     assert tree.parents[0].tolist() == LISTED_PARENTS[:budget]
 
 
-@pytest.mark.parametrize(("variant", "method"), [("shift_p1", m) for m in METHODS] + [(v, "ddtree") for v in VARIANTS])
+@pytest.mark.parametrize(
+    ("variant", "method"), [("shift_p1", m) for m in READY_METHODS] + [(v, "ddtree") for v in VARIANTS]
+)
 def test_greedy_continuations_of_the_target(
     reference_target: Target,
     drafts: dict[str, DraftModel],

@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import SIZES, greedy, make_draft, make_target
+from conftest import READY_METHODS, SIZES, greedy, make_draft, make_target
+from measured_files import ADAPTIVE, write_measured
 from scipy.stats import chi2
 from torch import Tensor
 
@@ -158,13 +160,13 @@ def p_value(observed: Counter[Tokens], expected: dict[Tokens, float]) -> float:
 
 
 def sample(
-    pair: tuple[Target, DraftModel], method: str, runs: int = RUNS, **options: Any
+    pair: tuple[Target, DraftModel], method: str | Method, runs: int = RUNS, **options: Any
 ) -> tuple[Counter[Tokens], float]:
     """Counts of the first three tokens over many seeds, and the mean accepted length of the rounds it took."""
-    made = make_method(method, **OPTIONS.get(method, {}))
+    made = make_method(method, **OPTIONS.get(method, {})) if isinstance(method, str) else method
     counts: Counter[Tokens] = Counter()
     accepted: list[int] = []
-    first_seed = 1_000_000 * list(METHODS).index(method)  # methods share no noise
+    first_seed = 1_000_000 * list(METHODS).index(made.name)  # methods share no noise
     with pytest.MonkeyPatch.context() as patch:
         remember_trees(made, patch)
         for seed in range(first_seed, first_seed + runs):
@@ -187,12 +189,21 @@ def first_two(counts: Counter[Tokens]) -> Counter[Tokens]:
     return shorter
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", READY_METHODS)
 def test_the_first_tokens_follow_the_target_s_distribution(pair: tuple[Target, DraftModel], method: str) -> None:
     counts, accepted = sample(pair, method, temperature=1.0)
     assert p_value(first_two(counts), law(pair[0], 2)) > 0.001
     assert p_value(counts, law(pair[0], 3)) > 0.001
     assert accepted > 1.05 or method == "ar"  # drafted tokens were accepted
+
+
+@pytest.mark.parametrize("name", ADAPTIVE)
+def test_budgets_chosen_by_the_round_keep_the_distribution(
+    pair: tuple[Target, DraftModel], name: str, tmp_path: Path
+) -> None:
+    counts, accepted = sample(pair, write_measured(*pair, tmp_path).checked(name), RUNS // 4, temperature=1.0)
+    assert p_value(counts, law(pair[0], 3)) > 0.001
+    assert accepted > 1.05
 
 
 @pytest.mark.parametrize("method", ["ddtree", "dominotree"])
@@ -264,7 +275,7 @@ def test_one_choice_follows_the_definitions(options: dict[str, Any]) -> None:
     assert p_value(Counter((token,) for token in draws[0].tolist()), expected) > 0.001
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", READY_METHODS)
 def test_the_seed_decides_the_output(pair: tuple[Target, DraftModel], method: str) -> None:
     def run(seed: int) -> list[int]:
         torch.rand(1)  # the global generator plays no part
@@ -280,7 +291,7 @@ def never(*arguments: Any) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-300, 1e-9])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", READY_METHODS)
 def test_temperature_zero_or_nearly_is_greedy_and_divides_by_nothing(
     pair: tuple[Target, DraftModel], monkeypatch: pytest.MonkeyPatch, method: str, temperature: float
 ) -> None:

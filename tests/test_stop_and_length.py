@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import decode_guided, greedy, make_draft, make_target
+from conftest import READY_METHODS, decode_guided, greedy, make_draft, make_target
 
 from dominotree.decode.generation import Generation
 from dominotree.decode.loop import decode, decode_rounds
-from dominotree.decode.methods import METHODS, make_method
+from dominotree.decode.methods import make_method
 from dominotree.decode.stopping import Stopping
 from dominotree.draft.model import DraftModel
 from dominotree.errors import UserError
@@ -54,7 +54,7 @@ def test_the_output_holds_many_different_tokens() -> None:
     assert len(set(truth()[:COUNT])) > 8
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", READY_METHODS)
 def test_the_k_th_token_as_end_token_cuts_every_method_there(method: str) -> None:
     for end in dict.fromkeys(truth()[:COUNT]):
         stopping = Stopping(COUNT, {end})
@@ -63,7 +63,7 @@ def test_the_k_th_token_as_end_token_cuts_every_method_there(method: str) -> Non
         assert consistent(ours)
 
 
-@pytest.mark.parametrize("method", [name for name in METHODS if name != "ar"])
+@pytest.mark.parametrize("method", [name for name in READY_METHODS if name != "ar"])
 @pytest.mark.parametrize("right", [2, 99], ids=["bonus after two drafts", "whole blocks"])
 def test_an_end_token_inside_an_accepted_path_or_on_the_bonus_token_ends_there(method: str, right: int) -> None:
     """Drafts are right, so that every place of a block, the bonus token's included, holds the end token once."""
@@ -106,7 +106,7 @@ def test_the_target_s_own_end_tokens_count_without_being_named(as_list: bool) ->
     assert ours.token_ids == greedy(target, PROMPT, COUNT)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", READY_METHODS)
 @pytest.mark.parametrize(("block_size", "shift_label"), [(2, True), (BLOCK, True), (BLOCK, False)])
 def test_exactly_the_tokens_asked_for(method: str, block_size: int, shift_label: bool) -> None:
     for count in sorted({0, 1, 2, block_size - 1, block_size, block_size + 1, block_size + 2, COUNT}):
@@ -131,7 +131,7 @@ def test_right_drafts_do_not_run_past_the_tokens_asked_for(method: str) -> None:
 def test_an_end_token_at_the_last_allowed_place_is_a_stop() -> None:
     end = truth()[7]
     assert end not in truth()[:7]
-    for method in METHODS:
+    for method in READY_METHODS:
         ours = decode(
             target_of(), draft_of(), make_method(method), PROMPT, max_new_tokens=8, stopping=Stopping(8, {end})
         )
@@ -165,7 +165,7 @@ class TestRefusals:
         yield target
         assert not calls
 
-    @pytest.mark.parametrize("method", METHODS)
+    @pytest.mark.parametrize("method", READY_METHODS)
     @pytest.mark.parametrize(
         ("prompt", "count", "message"),
         [
@@ -180,7 +180,7 @@ class TestRefusals:
             decode(untouched, draft_of(), make_method(method), prompt, max_new_tokens=count)
         assert "\n" not in str(caught.value)
 
-    @pytest.mark.parametrize("method", [name for name in METHODS if name != "ar"])
+    @pytest.mark.parametrize("method", [name for name in READY_METHODS if name != "ar"])
     def test_a_method_that_drafts_without_a_drafter(self, untouched: Target, method: str) -> None:
         with pytest.raises(UserError, match=f"method {method} needs a drafter"):
             decode(untouched, None, make_method(method), PROMPT, max_new_tokens=3)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import FAMILIES, SIZES, make_draft, make_target, small_draft
+from conftest import FAMILIES, READY_METHODS, SIZES, make_draft, make_target, small_draft
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
@@ -23,7 +23,7 @@ from transformers import (
 
 from dominotree.decode.cache import TargetCache
 from dominotree.decode.loop import decode
-from dominotree.decode.methods import METHODS, make_method
+from dominotree.decode.methods import make_method
 from dominotree.draft.checkpoint import save_draft
 from dominotree.errors import UserError
 from dominotree.target import Target
@@ -409,7 +409,7 @@ HALVES = [("bfloat16", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat
 
 
 @pytest.mark.parametrize(("target_dtype", "draft_dtype"), [*HALVES, ("float16", "bfloat16")])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", READY_METHODS)
 def test_every_method_decodes_with_drafter_and_target_of_different_dtypes(
     name: str, target_dtype: str, draft_dtype: str
 ) -> None:

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dominotree.tree.children import ordered_topk
 from dominotree.tree.heap import best_first_tree
 from dominotree.tree.mask import ancestor_closure, ancestor_mask, node_positions
 from dominotree.tree.nodes import DraftTree
+from dominotree.tree.topk import ordered_argmax, ordered_topk
 
 CPU = torch.device("cpu")
 VOCABULARY = 9
@@ -262,3 +262,24 @@ def test_topk_of_a_large_vocabulary_full_of_ties(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("value", [0.0, -2.5, math.inf, -math.inf])
 def test_topk_of_equal_scores_is_the_first_ids(value: float) -> None:
     assert ordered_topk(torch.full((151_936,), value), 4)[1].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("size", [255, 256, 257, 4096, 4100, 20_001])
+@pytest.mark.parametrize("k", [1, 2, 15, 64])
+def test_topk_by_blocks_is_a_sort_too(size: int, k: int) -> None:
+    """Few values, so that blocks tie with blocks, and the last block is not full."""
+    generator = torch.Generator().manual_seed(size)
+    scores = torch.randint(-9, 3, (2, size), generator=generator).float()
+    scores[0, -1] = 50.0
+    scores[1, ::7] = -torch.inf
+    assert ordered_topk(scores, k)[1].tolist() == [by_sorting(row, k) for row in scores.tolist()]
+
+
+@pytest.mark.parametrize("size", [1, 300, 20_001])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_argmax_of_a_tie_is_the_lowest_id(size: int, dtype: torch.dtype) -> None:
+    scores = torch.zeros(2, 3, size, dtype=dtype)
+    scores[1, 2, size // 3 :] = 1.0
+    expected = torch.zeros(2, 3, dtype=torch.int64)
+    expected[1, 2] = size // 3
+    assert torch.equal(ordered_argmax(scores), expected)

@@ -36,7 +36,7 @@ class GrowingBuffer:
         """Of the tokens from `prefix_length` on keep those at the offsets `rows` [R], moved up in that order."""
         assert self._keys is not None and self._values is not None
         end = prefix_length + len(rows)
-        for buffer in (self._keys, self._values):
+        for buffer in (self._keys, self._values) if len(rows) else ():
             buffer[:, :, prefix_length:end] = buffer[:, :, prefix_length + rows]
         self.length = end
 
@@ -68,6 +68,26 @@ class _TargetLayer(DynamicLayer):
         return self.buffer.length
 
 
+class VisibilityBuffer:
+    """Who of a window sees whom, over all committed tokens too, in one buffer: only the window's columns change."""
+
+    def __init__(self) -> None:
+        self._buffer: Tensor | None = None
+        self._written = slice(0, 0)  # columns of the window before
+
+    def over(self, visible: Tensor, past: int) -> Tensor:  # [B, Q, Q] bool -> [B, Q, past + Q]
+        """`visible` behind `past` columns that everyone sees; the view holds until the next call."""
+        batch, size, _ = visible.shape
+        buffer, end = self._buffer, past + size
+        if buffer is None or buffer.shape[0] != batch or buffer.shape[1] < size or buffer.shape[2] < end:
+            buffer = visible.new_ones(batch, size, 2 * end)
+            self._buffer, self._written = buffer, slice(0, 0)
+        buffer[:, :, self._written] = True
+        self._written = slice(past, end)
+        buffer[:, :size, self._written] = visible
+        return buffer[:, :size, :end]
+
+
 class TargetCache(Cache):
     """The target's keys and values of the committed tokens.
 
@@ -78,6 +98,7 @@ class TargetCache(Cache):
     def __init__(self, reserve: int) -> None:
         """`reserve`: tokens to make room for at first; more are taken when needed."""
         self._target_layers: list[_TargetLayer] = []
+        self.visibility = VisibilityBuffer()
         super().__init__(layers=cast(Any, self._target_layers))
         self._reserve = max(1, reserve)
 
@@ -91,12 +112,16 @@ class TargetCache(Cache):
             self._target_layers.append(_TargetLayer(self._reserve))
         return self._target_layers[layer_idx].update(key_states, value_states)
 
-    def keep(self, prefix_length: int, rows: Tensor) -> None:
-        """Commit: of the window that starts at `prefix_length` keep the offsets `rows` [R] int64, ascending."""
+    def keep(self, prefix_length: int, rows: Tensor, in_place: int = 0) -> None:
+        """Commit: of the window that starts at `prefix_length` keep the offsets `rows` [R] int64, ascending.
+
+        `in_place`: how many of them, from the first on, are where they belong and need no copying.
+        """
+        moved = rows[in_place:] - in_place
         for layer in self._target_layers:
             # Layers that share another layer's keys and values stay empty.
             if layer.buffer.length:
-                layer.buffer.keep(prefix_length, rows)
+                layer.buffer.keep(prefix_length + in_place, moved)
 
 
 class DraftCache:

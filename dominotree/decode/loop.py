@@ -100,6 +100,7 @@ def check_request(
             f"method {method.name} needs a drafter with a Domino head, this is a plain DFlash one; use dflash or ddtree"
         )
     check_fits(draft, target)
+    method.check(target, draft)
 
 
 class _Sequence:
@@ -111,6 +112,7 @@ class _Sequence:
         self._target = target
         self._draft = draft
         self._method = method
+        self._temperature = sampling.temperature
         self._picker = TokenPicker(sampling, target.device)
         self._clock = StageClock(target.device)
         self._layer_ids = draft.config.target_layer_ids if draft else ()
@@ -159,6 +161,8 @@ class _Sequence:
             head=self._draft.head,
             uncorrected_length=self._draft.config.uncorrected_length,
             embed=self._target.embed,
+            context_length=length,
+            temperature=self._temperature,
         )
 
     def _no_tree(self) -> DraftTree:
@@ -181,9 +185,11 @@ class _Sequence:
         # The round's one transfer to the host.
         *tokens, bonus_token = torch.cat([torch.where(accepted, tree.token_ids, -1), bonus[:, None]], dim=1)[0].tolist()
         path = [node for node, token in enumerate(tokens) if token >= 0]
-        rows = torch.tensor([0, *(node + 1 for node in path)], device=posterior.device)
-        self._cache.keep(self._cache.length - (1 + tree.size), rows)
+        # Places of the root and the accepted nodes in the window, made where they are used.
+        kept = (~torch.nn.functional.pad(accepted[0], (1, 0), value=True)).int().argsort(stable=True)[: 1 + len(path)]
+        in_place = 1 + sum(place == node for place, node in enumerate(path))
+        self._cache.keep(self._cache.length - (1 + tree.size), kept, in_place)
         if features is not None:
-            self._features = features[:, rows]
+            self._features = features[:, kept]
         self._root = bonus
         return [*(tokens[node] for node in path), bonus_token]

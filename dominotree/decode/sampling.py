@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from ..errors import UserError
+from ..tree.topk import ordered_argmax
 
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy, as in the published code; dividing by them would overflow
 
@@ -62,7 +63,7 @@ class TokenPicker:
 
     def pick(self, logits: Tensor) -> Tensor:  # [B, Q, V] -> [B, Q]
         if self._greedy:
-            return logits.argmax(dim=-1)
+            return ordered_argmax(logits)
         scores = logits.flatten(0, 1).float()
         for warper in self._warpers:
             scores = warper(self._no_tokens, scores)

@@ -1,7 +1,7 @@
 """Scoring the children of tree nodes: what separates the marginal, static-corrected and conditional trees.
 
 Shapes: K drafted slots, H hidden, G GRU state, R low rank, V vocabulary, M candidates, k children.
-All scores are float32 log-probabilities; equal scores put the lowest token id first.
+Scores are log-probabilities, see Scale; equal scores put the lowest token id first.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from torch import Tensor
 
 from ..draft.head import DominoHead
 from ..draft.model import Embed
+from .topk import SORTED_BELOW, ordered_topk
 
 State = TypeVar("State")
-Children = tuple[list[int], list[float]]  # token ids and log-probabilities, best first
+Children = tuple[list[int], list[float]]  # token ids and what each adds to the score of its parent, best first
 
 
 class ChildScorer(Protocol[State]):
@@ -34,6 +35,32 @@ class ChildScorer(Protocol[State]):
 
 
 @dataclass(frozen=True)
+class Scale:
+    """How draft logits become scores. A node's score is its path log-probability plus `depth_term` times its depth.
+
+    A positive `temperature` divides the logits. A `depth_term` of 0 or less keeps scores from rising along a path, on
+    which best-first search rests.
+    """
+
+    temperature: float = 1.0
+    depth_term: float = 0.0
+
+    def best(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:  # [..., V] -> float64 and ids, each [..., k]
+        """The k best children and what each adds to the score of its parent.
+
+        They are chosen by logits: log-probabilities are rounded, which would make ties where there are none.
+        """
+        logits = logits.float()
+        if self.temperature != 1:
+            logits = logits / self.temperature
+        log_probs, ids = _best_log_probs(logits, k)
+        return log_probs.double() if self.depth_term == 0 else log_probs.double() + self.depth_term, ids
+
+
+PLAIN = Scale()
+
+
+@dataclass(frozen=True)
 class Proposal:
     """One drafted block of one sequence: all that a builder may look at."""
 
@@ -43,23 +70,11 @@ class Proposal:
     head: DominoHead | None
     uncorrected_length: int  # leading slots that keep their base logits
     embed: Embed
+    context_length: int = 0  # committed tokens before the root
+    temperature: float = 0.0  # the target's choices are drawn at
 
     def embed_for_head(self, token_ids: Tensor) -> Tensor:  # [...] -> [..., H], in the head's dtype
         return self.embed(token_ids).to(self.hidden.dtype)
-
-
-def ordered_topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:  # [..., V] -> values and ids, each [..., k]
-    """The k best, descending, ties by the lowest id: torch.topk leaves the order, and the choice, of ties open.
-
-    Scores are float32. Each is turned into an integer of the same order, with the id in the lower half.
-    """
-    size = scores.shape[-1]
-    bits = (scores.float() + 0.0).contiguous().view(torch.int32).long()  # + 0.0: -0.0 and 0.0 become one
-    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    ids = torch.arange(size - 1, -1, -1, device=scores.device)
-    keys = torch.topk(ordered * size + ids, min(k, size)).values
-    chosen = size - 1 - keys.remainder(size)
-    return scores.gather(-1, chosen), chosen
 
 
 class DepthScorer:
@@ -81,8 +96,8 @@ class DepthScorer:
 class MarginalScorer(DepthScorer):
     """From the base logits over the full vocabulary (DDTree, section 4)."""
 
-    def __init__(self, base_logits: Tensor, node_topk: int) -> None:  # [K, V]
-        super().__init__(_best_children(base_logits.float(), node_topk))
+    def __init__(self, base_logits: Tensor, node_topk: int, scale: Scale = PLAIN) -> None:  # [K, V]
+        super().__init__(_best_children(base_logits, node_topk, scale))
 
 
 class CorrectedLogits:
@@ -99,20 +114,25 @@ class CorrectedLogits:
         self.proposal = proposal
         self._candidates: Tensor | None = None
         if candidate_width:
-            base = proposal.base_logits.float()
+            base = proposal.base_logits
             # In order of token id, so that ties among candidates fall to the lowest id as everywhere.
             self._candidates = ordered_topk(base, candidate_width)[1].sort(dim=-1).values  # [K, M]
-            self._base = base.gather(-1, self._candidates)
+            self._base = base.gather(-1, self._candidates).float()
             self._rows = self.head.output_rows[self._candidates].float()  # [K, M, R]
 
     def at(self, slot: int, state: Tensor) -> tuple[Tensor, Tensor | None]:  # state [G]
         """Logits [M] or [V] of one slot after a prefix, and the token ids they belong to (None: all, in order)."""
         if slot < self.proposal.uncorrected_length:
             return self.proposal.base_logits[slot].float(), None
-        hidden = self.proposal.hidden[slot]
+        return self.corrected(slot, state)
+
+    def corrected(self, slot: int | Tensor, state: Tensor) -> tuple[Tensor, Tensor | None]:  # state [G]
+        """The same for a slot that is corrected; a slot on the device, [1], is not waited for."""
+        hidden = _entry(self.proposal.hidden, slot)
         if self._candidates is None:
-            return self.proposal.base_logits[slot].float() + self.head.correction(hidden, state).float(), None
-        return self._base[slot] + self.head.correction(hidden, state, self._rows[slot]), self._candidates[slot]
+            return _entry(self.proposal.base_logits, slot).float() + self.head.correction(hidden, state).float(), None
+        correction = self.head.correction(hidden, state, _entry(self._rows, slot))
+        return _entry(self._base, slot) + correction, _entry(self._candidates, slot)
 
     def root_state(self) -> Tensor:  # [G]
         return self.advance(self.head.initial_state(1)[0], self.proposal.root_id)
@@ -125,25 +145,26 @@ class StaticCorrectedScorer(DepthScorer):
     """The correction once a depth, along the greedy chain, shared by all nodes of that depth: the control that tells
     having a correction from conditioning it on the path."""
 
-    def __init__(self, proposal: Proposal, candidate_width: int, node_topk: int) -> None:
+    def __init__(self, proposal: Proposal, candidate_width: int, node_topk: int, scale: Scale = PLAIN) -> None:
         logits = CorrectedLogits(proposal, candidate_width)
         state = logits.root_state()
         children: list[Children] = []
         for slot in range(len(proposal.hidden)):
             if slot:
                 state = logits.advance(state, _token(children[-1][0][0], state))
-            children.append(_named_children(*logits.at(slot, state), node_topk))
+            children.append(named_children(*logits.at(slot, state), node_topk, scale))
         super().__init__(children)
 
 
 class ConditionalScorer:
     """Every node scored by the correction along its own path, its prefix state carried from the root (DominoTree)."""
 
-    def __init__(self, proposal: Proposal, candidate_width: int, node_topk: int) -> None:
+    def __init__(self, proposal: Proposal, candidate_width: int, node_topk: int, scale: Scale = PLAIN) -> None:
         self._logits = CorrectedLogits(proposal, candidate_width)
         self._node_topk = node_topk
+        self._scale = scale
         free = min(proposal.uncorrected_length, len(proposal.hidden))
-        self._uncorrected = _best_children(proposal.base_logits[:free].float(), node_topk)
+        self._uncorrected = _best_children(proposal.base_logits[:free], node_topk, scale)
 
     def root_state(self) -> Tensor:  # [G]
         return self._logits.root_state()
@@ -154,38 +175,40 @@ class ConditionalScorer:
     def children(self, state: Tensor, slot: int) -> Children:
         if slot < len(self._uncorrected):
             return self._uncorrected[slot]
-        return _named_children(*self._logits.at(slot, state), self._node_topk)
+        return named_children(*self._logits.at(slot, state), self._node_topk, self._scale)
 
 
-def greedy_rollout(proposal: Proposal) -> Tensor:  # [K]
-    """The Domino chain (Domino, section 3): each slot's best token given the ones before it, over the vocabulary.
-
-    Token ids stay on the device; the host is not waited for.
-    """
-    logits = CorrectedLogits(proposal, candidate_width=0)
-    state = logits.root_state()
-    tokens: list[Tensor] = []
-    for slot in range(len(proposal.hidden)):
-        if slot:
-            state = logits.advance(state, tokens[-1])
-        tokens.append(logits.at(slot, state)[0].argmax())
-    return torch.stack(tokens)
+def named_children(logits: Tensor, token_ids: Tensor | None, node_topk: int, scale: Scale) -> Children:  # [M], [M]
+    scores, ids = best_named(logits, token_ids, node_topk, scale)
+    return ids.tolist(), scores.tolist()
 
 
-def _best_children(logits: Tensor, node_topk: int) -> list[Children]:  # [K, V]
-    log_probs, ids = _best_log_probs(logits, node_topk)
-    return list(zip(ids.tolist(), log_probs.tolist(), strict=True))
+def best_named(
+    logits: Tensor,  # [M]
+    token_ids: Tensor | None,  # [M] tokens that the logits belong to; None: all, in order
+    node_topk: int,
+    scale: Scale,
+) -> tuple[Tensor, Tensor]:  # [k] scores and token ids
+    scores, chosen = scale.best(logits, node_topk)
+    return scores, chosen if token_ids is None else token_ids[chosen]
 
 
-def _named_children(logits: Tensor, token_ids: Tensor | None, node_topk: int) -> Children:  # [M], [M]
-    log_probs, chosen = _best_log_probs(logits, node_topk)
-    return (chosen if token_ids is None else token_ids[chosen]).tolist(), log_probs.tolist()
+def _best_children(logits: Tensor, node_topk: int, scale: Scale) -> list[Children]:  # [K, V]
+    scores, ids = scale.best(logits, node_topk)
+    return list(zip(ids.tolist(), scores.tolist(), strict=True))
 
 
-def _best_log_probs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:  # [..., V] -> [..., k] and ids
-    """Chosen by logits: their log-probabilities are rounded, which would make ties where there are none."""
+def _best_log_probs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:  # [..., V] float32 -> values and ids [..., k]
+    if logits.shape[-1] < SORTED_BELOW:
+        best, ids = logits.sort(dim=-1, descending=True, stable=True)
+        return best.log_softmax(dim=-1)[..., :k], ids[..., :k]
     best, ids = ordered_topk(logits, k)
-    return best - logits.logsumexp(dim=-1, keepdim=True), ids
+    highest = best[..., :1]
+    return best - highest - (logits - highest).exp().sum(dim=-1, keepdim=True).log(), ids
+
+
+def _entry(table: Tensor, index: int | Tensor) -> Tensor:  # [K, ...] -> [...]
+    return table[index] if isinstance(index, int) else table.index_select(0, index)[0]
 
 
 def _token(token_id: int, like: Tensor) -> Tensor:

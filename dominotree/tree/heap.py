@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
@@ -13,13 +14,20 @@ from .nodes import DraftTree
 State = TypeVar("State")
 
 
-def best_first_tree(scorer: ChildScorer[State], *, node_budget: int, max_depth: int, device: torch.device) -> DraftTree:
+def best_first_tree(
+    scorer: ChildScorer[State],
+    *,
+    node_budget: int,
+    max_depth: int,
+    device: torch.device,
+    takes: Callable[[float], bool] = lambda score: True,
+) -> DraftTree:
     """The `node_budget` likeliest prefixes no deeper than `max_depth`, in order of selection, or all there are.
 
     Path log-probabilities only fall along a path, so the best prefixes are closed under parents, and a node's next
     sibling need enter the heap only when the node itself leaves it. Ties go to the lowest token id, then to the
     shallower node, then to the node whose parent was selected first. A node's state is computed when it is selected,
-    never for the candidates around it.
+    never for the candidates around it. The search ends before the first node whose score `takes` declines.
     """
     token_ids: list[int] = []
     parents: list[int] = []
@@ -43,6 +51,8 @@ def best_first_tree(scorer: ChildScorer[State], *, node_budget: int, max_depth: 
         open_node(-1, scorer.root_state(), depth=0)
     while heap and len(token_ids) < node_budget:
         negative_score, token_id, depth, parent, rank = heapq.heappop(heap)
+        if not takes(-negative_score):
+            break
         token_ids.append(token_id)
         parents.append(parent)
         depths.append(depth)
