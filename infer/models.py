@@ -32,9 +32,16 @@ def load_models(
             return loaded, None
         step(f"loading the drafter {draft.path or draft.source}")
         drafter = load_drafter(draft, loaded, dtype=dtype)
+    note_untrained(draft, console)
+    for line in method.notes(loaded, drafter):
+        console.note(line)
+    return loaded, drafter
+
+
+def note_untrained(draft: DraftChoice, console: Console) -> None:
+    """Say so where the drafter is drawn from a seed."""
     if draft.source == "fresh":
         console.note(
             f"the drafter is untrained (draft=fresh, drawn from seed {draft.seed}): it guesses at random, so expect no "
             "speedup; the target decides every token all the same"
         )
-    return loaded, drafter
