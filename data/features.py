@@ -74,7 +74,6 @@ class FeatureCache:
         self._places = {
             entry[0]: (shard["file"], entry[1], entry[2]) for shard in index["shards"] for entry in shard["samples"]
         }
-        self._files: dict[str, Any] = {}
 
     @classmethod
     def open(cls, directory: Path, key: Key) -> FeatureCache:
@@ -95,11 +94,11 @@ class FeatureCache:
         """A sample's features. Raises UserError where they are missing, or of other tokens than `token_ids`."""
         if token_ids is not None:
             self.check(sample_id, token_ids)
-        shard = self._open(self._place(sample_id)[0])
-        stored = shard.get_tensor(str(sample_id))
-        if stored.dtype != torch.int8:
-            return stored
-        return dequantise(stored, shard.get_tensor(f"{sample_id}.scale"))
+        with self._open(self._place(sample_id)[0]) as shard:
+            stored = shard.get_tensor(str(sample_id))
+            if stored.dtype != torch.int8:
+                return stored
+            return dequantise(stored, shard.get_tensor(f"{sample_id}.scale"))
 
     def get_batch(self, sample_ids: Sequence[int]) -> Tensor:  # [B, S, F] bfloat16
         """The features of several samples, padded on the right with zeros. Raises UserError where one is missing."""
@@ -123,12 +122,11 @@ class FeatureCache:
         return self._places[sample_id]
 
     def _open(self, file: str) -> Any:
-        if file not in self._files:
-            try:
-                self._files[file] = safe_open(self._directory / file, framework="pt")
-            except (OSError, SafetensorError) as error:
-                raise UserError(f"cannot read {self._directory / file}: {error}; remove that directory") from error
-        return self._files[file]
+        """Anew for each sample: a shard that stays open keeps in memory whatever was read of it."""
+        try:
+            return safe_open(self._directory / file, framework="pt")
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"cannot read {self._directory / file}: {error}; remove that directory") from error
 
 
 def write_features(

@@ -35,10 +35,19 @@ def test_every_variant_runs_with_every_seed_and_its_tau_reaches_the_table(
     table = (tmp_path / "table.md").read_text(encoding="utf-8")
     assert table in capsys.readouterr().out
     rows = {line.split("|")[1].strip(): line.split("|")[2:-1] for line in table.splitlines()[2:]}
-    assert [cell.strip() for cell in rows["no head (DFlash)"]] == ["1.500", "", "", "", ""]
+    assert [cell.strip() for cell in rows["no head (DFlash)"]] == ["1.500", "", "", "", "", ""]
     # Two values 0.1 apart: the 95% Student interval is the mean ± 12.706 * 0.05.
     assert rows["teacher forcing, curriculum"][1].strip() == "3.050 [2.415, 3.685]"
     assert rows["teacher forcing"][1].strip() == "2.050 [1.415, 2.685]"
+
+
+def test_the_gain_over_the_row_above_is_paired_by_seed() -> None:
+    above = [{"dominotree": 2.0}, {"dominotree": 4.0}]
+    below = [{"dominotree": 2.5}, {"dominotree": 4.7}]
+    (_, _, first, second) = ablation.table({"a": above, "b": below}).splitlines()
+    assert first.split("|")[-2].strip() == ""
+    # 0.5 and 0.7: the mean ± 12.706 * 0.1.
+    assert second.split("|")[-2].strip() == "0.600 [-0.671, 1.871]"
 
 
 def test_a_run_that_fails_stops_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
