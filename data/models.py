@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dominotree.checked import at_least, one_of
@@ -15,6 +16,8 @@ from dominotree.errors import UserError
 if TYPE_CHECKING:
     from dominotree.draft.model import DraftModel
     from dominotree.target import Target
+
+SMOLLM2_DRAFTER = Path(__file__).parent / "drafters" / "smollm2"
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,8 @@ class TargetChoice:
 
 @dataclass(frozen=True)
 class DraftChoice:
-    """Where the drafter comes from: `source` path (a directory or a hub id), fresh (drawn from a seed), or none."""
+    """Where the drafter comes from: `source` smollm2 (it ships with this project), path (a directory or a hub id),
+    fresh (drawn from a seed), or none."""
 
     source: str
     path: str | None = None
@@ -50,7 +54,7 @@ class DraftChoice:
     pure_draft_prefix_len: int = 1
 
     def __post_init__(self) -> None:
-        one_of("draft.source", self.source, ("path", "fresh", "none"))
+        one_of("draft.source", self.source, ("smollm2", "path", "fresh", "none"))
         _needs_path("draft", self.source, self.path)
         at_least("draft.seed", self.seed, 0)
         at_least("draft.block_size", self.block_size, 2)
@@ -80,6 +84,15 @@ def load_drafter(choice: DraftChoice, target: Target, *, dtype: str = "auto", wi
 
     if choice.source == "none":
         raise UserError("this needs a drafter, got draft=none; name one")
+    if choice.source == "smollm2":
+        draft = load_draft(str(SMOLLM2_DRAFTER), dtype=dtype, device=target.device)
+        try:
+            check_fits(draft, target)
+        except UserError as error:
+            raise UserError(
+                f"draft=smollm2, the default, is for SmolLM2: {error}; name a drafter for this target, or draft=fresh"
+            ) from error
+        return draft
     if choice.source == "path":
         draft = load_draft(str(choice.path), dtype=dtype, device=target.device, shift_label=choice.shift_label)
         check_fits(draft, target)

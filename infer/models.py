@@ -33,8 +33,6 @@ def load_models(
         step(f"loading the drafter {draft.path or draft.source}")
         drafter = load_drafter(draft, loaded, dtype=dtype)
     note_untrained(draft, console)
-    for line in method.notes(loaded, drafter):
-        console.note(line)
     return loaded, drafter
 
 

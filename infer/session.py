@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,8 +82,9 @@ class Request:
 class Session:
     """Loaded models and one request. `run` and `chat` return the exit code: 0, or 130 after Ctrl-C."""
 
-    def __init__(self, request: Request, answerer: Answerer, console: Console) -> None:
+    def __init__(self, request: Request, answerer: Answerer, console: Console, notes: Sequence[str] = ()) -> None:
         self._request = request
+        self._notes = notes
         self._answerer = answerer
         self._console = console
         self._total, self._plain_total, self._answers, self._identical = Total(), Total(), 0, 0
@@ -99,12 +101,14 @@ class Session:
             console=console,
         )
         answerer = Answerer(target, draft, request.sampling, config.max_new_tokens, config.stop)
-        return cls(request, answerer, console)
+        return cls(request, answerer, console, request.method.notes(target, draft) if draft else ())
 
     def run(self) -> int:
         """Answer every prompt; the first turn of each is checked before any is answered."""
         prompts = self._request.prompts
         first_ids = [self._checked_ids(prompt) for prompt in prompts]
+        for line in self._notes:
+            self._console.note(line)
         if self._request.config.compare:
             self._warm_up(first_ids[0])
         with self._console.counting(len(prompts)) as advance:
@@ -120,6 +124,8 @@ class Session:
 
     def chat(self) -> int:
         """Answer turn after turn until /quit or the end of the input."""
+        for line in self._notes:
+            self._console.note(line)
         self._console.note(f"chat: a line is a turn; {QUIT} or the end of the input ends it")
         conversation = self._request.open()
         turn = 0

@@ -247,13 +247,15 @@ def test_changed_weights_are_noticed(method: str, table: bool) -> None:
     assert torch.equal(made.build(proposal).token_ids, expected.token_ids)
 
 
-@pytest.mark.parametrize("name", ["captured frontier", "graph"])
-def test_short_blocks_use_the_buffers_of_long_ones(name: str) -> None:
-    """Near the end of a generation fewer slots are looked at; what the last round left there must not be seen."""
+@pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize("vocab_size", [VOCABULARY, 5000])
+def test_short_blocks_are_built_between_long_ones(name: str, vocab_size: int) -> None:
+    """Near the end of a generation fewer slots are looked at, sometimes none that is corrected; what the last round
+    left in buffers must not be seen."""
     tree = ConditionalTree(20, 8, node_topk=4)
     builder = FAST[name](tree)
-    proposals = random_blocks(block_size=7)
-    for proposal, slots in itertools.product(proposals, (7, 3, 1, 5)):
+    proposals = random_blocks(vocab_size, block_size=7, pure_draft_prefix_len=2)
+    for proposal, slots in itertools.product(proposals[:2], (1, 7, 3, 1, 2, 5)):
         short = dataclasses.replace(proposal, hidden=proposal.hidden[:slots], base_logits=proposal.base_logits[:slots])
         same_tree(builder.build(short), HeapBuilder(tree).build(short))
 

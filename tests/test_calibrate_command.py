@@ -172,7 +172,7 @@ def test_a_foreign_profile_is_refused_before_anything_is_decoded(
     [
         ([], "prompts has no value"),
         (["prompts="], "prompts= needs a file of prompts or a data directory"),
-        (["prompts=x"], "output= needs a file"),
+        (["prompts=x", "draft=fresh"], "output= needs a file"),
         (["prompts=x", "output=y", "temperatures=[1.0,0.5]"], "temperatures must be 1 or more ascending numbers"),
         (["prompts=x", "output=y", "temperatures=[-1.0]"], "temperatures must be at least 0, got -1.0"),
         (["prompts=x", "output=y", "caps=[0]"], "caps must be at least 1, got 0"),

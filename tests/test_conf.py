@@ -37,16 +37,11 @@ def test_every_config_file_belongs_to_a_tested_place() -> None:
     assert {path for path in files if path.parts[0] in GROUPS} == options
 
 
-def test_the_default_is_smollm2_with_a_fresh_drafter() -> None:
+def test_the_default_is_smollm2_with_the_drafter_that_ships() -> None:
     config = composed()
     assert (config.target.source, config.effective_dtype) == ("smollm2", "float32")
-    assert (config.draft.source, config.draft.seed, config.draft.block_size) == ("fresh", 0, 8)
+    assert (config.draft.source, config.draft.path) == ("smollm2", None)
     assert config.method.name == "dominotree"
-
-
-def test_another_target_keeps_the_fresh_drafter() -> None:
-    config = composed("target=qwen3_4b")
-    assert (config.target.path, config.effective_dtype, config.draft.source) == ("Qwen/Qwen3-4B", "auto", "fresh")
 
 
 @pytest.mark.parametrize(
@@ -121,8 +116,8 @@ def test_help_explains_every_key_and_option() -> None:
         (["prompt=a", 'stop=[""]'], "stop string must not be empty"),
         (["prompt=a", "output="], "output= needs a file name"),
         (["prompt=a", "system=\udcff"], "system is not valid Unicode"),
-        (["prompt=a", "draft.block_size=1"], "draft.block_size must be at least 2, got 1"),
-        (["prompt=a", "draft.num_layers=0"], "draft.num_layers must be at least 1, got 0"),
+        (["prompt=a", "draft=fresh", "draft.block_size=1"], "draft.block_size must be at least 2, got 1"),
+        (["prompt=a", "draft=fresh", "draft.num_layers=0"], "draft.num_layers must be at least 1, got 0"),
         (["prompt=a", "target.source=elsewhere"], "target.source must be one of smollm2, path, got elsewhere"),
         (["prompt=a", "target="], "target.path must be a directory or a hub id"),
     ],

@@ -126,7 +126,7 @@ def test_bars_are_drawn_on_a_terminal_only(
 
 
 MISTAKES = [
-    (["method=magic"], "method=magic: there is no such method; choose one of ar, ddtree, dflash, domino"),
+    (["method=magic"], "method=magic: there is no such method; choose one of adaptive, ar, caddtree"),
     (["method.node_budget=0"], "node_budget"),
     (["temperature=-1"], "temperature"),
     (["top_p=0"], "top_p"),
@@ -135,6 +135,7 @@ MISTAKES = [
     (["device=abacus"], "device must be auto, cpu, cuda"),
     (["draft=none"], "method=dominotree needs a drafter"),
     (["draft={folder}/other_draft"], "does not fit the target"),
+    (["draft=smollm2"], "draft=smollm2, the default, is for SmolLM2: the drafter does not fit the target"),
     (["draft={folder}/dflash_draft"], "Domino head"),
     (["draft={folder}/target"], "error: "),
     (["target={folder}"], "cannot load the target"),

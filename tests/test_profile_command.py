@@ -80,7 +80,7 @@ def test_a_profile_that_is_not_there_is_one_line_that_says_what_to_do(folder: Pa
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "output= needs a file, as draft=fresh has no directory to write to"),
+        (["draft=fresh"], "output= needs a file, as draft=fresh has no directory to write to"),
         (["draft=none"], "this measures a drafter, got draft=none"),
         (["output="], "output= needs a file, got none"),
         (["output=x", "node_counts=[4]"], "node_counts must be 2 or more ascending numbers"),

@@ -275,7 +275,7 @@ def test_topk_by_blocks_is_a_sort_too(size: int, k: int) -> None:
     assert ordered_topk(scores, k)[1].tolist() == [by_sorting(row, k) for row in scores.tolist()]
 
 
-@pytest.mark.parametrize("size", [1, 300, 20_001])
+@pytest.mark.parametrize("size", [1, 300, 20_001, 32_000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_argmax_of_a_tie_is_the_lowest_id(size: int, dtype: torch.dtype) -> None:
     scores = torch.zeros(2, 3, size, dtype=dtype)

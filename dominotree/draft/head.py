@@ -6,11 +6,14 @@ Shapes: B batch, T tokens, H hidden, G GRU state, R low rank, V vocabulary, M ca
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+Linear = Callable[[Tensor, Tensor], Tensor]  # how to multiply [..., K] by the rows of [N, K]
 
 
 class DominoHead(nn.Module):
@@ -104,10 +107,10 @@ class DominoHead(nn.Module):
     def input_gates(
         self,
         token_embeds: Tensor,  # [..., H]
-        weight: Tensor | None = None,  # [3G, H] W_ih laid out otherwise in memory
+        linear: Linear = F.linear,
     ) -> Tensor:  # [..., 3G]
         """`W_ih x`, the part of a step that the token alone decides."""
-        return F.linear(token_embeds, self.input_weight if weight is None else weight)
+        return linear(token_embeds, self.input_weight)
 
     def first_step(self, input_gates: Tensor) -> Tensor:  # [..., 3G] -> [..., G]
         """`step` from the initial state, without the products with zeros."""
@@ -119,11 +122,11 @@ class DominoHead(nn.Module):
         self,
         input_gates: Tensor,  # [..., 3G] of `input_gates`
         state: Tensor,  # [..., G]
-        weight: Tensor | None = None,  # [3G, G] W_hh laid out otherwise in memory
+        linear: Linear = F.linear,
     ) -> Tensor:  # [..., G]
         """One step of the GRU: reset and update gate, then a new state between the candidate and the old one."""
         size = state.shape[-1]
-        recurrent = F.linear(state, self.state_weight if weight is None else weight)
+        recurrent = linear(state, self.state_weight)
         reset, keep = torch.sigmoid(input_gates[..., : 2 * size] + recurrent[..., : 2 * size]).chunk(2, dim=-1)
         candidate = torch.tanh(torch.addcmul(input_gates[..., 2 * size :], reset, recurrent[..., 2 * size :]))
         # Under autocast the gates are in half precision, the state is not.

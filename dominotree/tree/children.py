@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..draft.head import DominoHead
 from ..draft.model import Embed
-from .topk import SORTED_BELOW, ordered_topk
+from .topk import SORTED_BELOW, best_ids, ordered_topk
 
 State = TypeVar("State")
 Children = tuple[list[int], list[float]]  # token ids and what each adds to the score of its parent, best first
@@ -116,7 +116,7 @@ class CorrectedLogits:
         if candidate_width:
             base = proposal.base_logits
             # In order of token id, so that ties among candidates fall to the lowest id as everywhere.
-            self._candidates = ordered_topk(base, candidate_width)[1].sort(dim=-1).values  # [K, M]
+            self._candidates = best_ids(base, candidate_width)  # [K, M]
             self._base = base.gather(-1, self._candidates).float()
             self._rows = self.head.output_rows[self._candidates].float()  # [K, M, R]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..draft.head import DominoHead
 from ..draft.model import Embed
 from .children import PLAIN, Proposal, Scale
-from .topk import ordered_argmax, ordered_topk
+from .topk import best_ids, ordered_argmax
 
 TABLE_CHUNK = 4096  # tokens projected at once
 
@@ -52,7 +52,7 @@ class DraftBlocks:
 
 
 class PreparedHead:
-    """A Domino head's weights as the builders want them; a copy, so made anew when the weights change.
+    """A Domino head with its embeddings, and what is made from them once; anew when the weights change.
 
     `input_table`: hold `W_ih E` for the whole vocabulary, [V, 3G], so that a step gathers a row of it instead of
     multiplying by `W_ih`.
@@ -61,23 +61,22 @@ class PreparedHead:
     def __init__(self, head: DominoHead, embed: Embed, vocab_size: int, *, input_table: bool) -> None:
         self.head = head
         self._embed = embed
-        self._state_weight, self._input_weight = _laid_out(head.state_weight), _laid_out(head.input_weight)
         self._table = self._make_table(vocab_size) if input_table else None
 
     def root_states(self, root_ids: Tensor) -> Tensor:  # [B] -> [B, 1, G]
         return self.head.first_step(self._gates(root_ids[:, None]))
 
     def advance(self, states: Tensor, token_ids: Tensor) -> Tensor:  # [B, L, G], [B, L] -> [B, L, G]
-        return self.head.step(self._gates(token_ids), states, self._state_weight)
+        return self.head.step(self._gates(token_ids), states, _few_rows)
 
     def _gates(self, token_ids: Tensor) -> Tensor:  # [...] -> [..., 3G]
         return self._input_gates(token_ids) if self._table is None else self._table[token_ids]
 
     def _input_gates(self, token_ids: Tensor) -> Tensor:  # [...] -> [..., 3G]
-        return self.head.input_gates(self._embed(token_ids).to(self._input_weight.dtype), self._input_weight)
+        return self.head.input_gates(self._embed(token_ids).to(self.head.input_weight.dtype), _few_rows)
 
     def _make_table(self, vocab_size: int) -> Tensor:  # [V, 3G]
-        table = self._input_weight.new_empty(vocab_size, len(self._input_weight))
+        table = self.head.input_weight.new_empty(vocab_size, len(self.head.input_weight))
         for ids in torch.arange(vocab_size, device=table.device).split(TABLE_CHUNK):
             table[ids[0] : ids[-1] + 1] = self._input_gates(ids)
         return table
@@ -104,9 +103,10 @@ class ConditionalLanes:
         base = blocks.base_logits[:, self._free :]
         if candidate_width:
             # In order of token id, so that ties among candidates fall to the lowest id as everywhere.
-            self._candidates = ordered_topk(base, candidate_width)[1].sort(dim=-1).values  # [B, K, M]
+            self._candidates = best_ids(base, candidate_width)  # [B, K, M]
             self._base = base.gather(-1, self._candidates).float()
-            self._rows = prepared.head.output_rows[self._candidates].float()  # [B, K, M, R]
+            rows = prepared.head.output_rows.index_select(0, self._candidates.flatten())
+            self._rows = rows.view(*self._candidates.shape, rows.shape[-1]).float()  # [B, K, M, R]
 
     def root_states(self) -> Tensor:  # [B, 1, G]
         return self._prepared.root_states(self._blocks.root_ids)
@@ -156,6 +156,9 @@ def input_table_bytes(head: DominoHead, vocab_size: int) -> int:
     return vocab_size * head.input_weight.shape[0] * head.input_weight.element_size()
 
 
-def _laid_out(weight: Tensor) -> Tensor:  # [N, K], the same values
-    """On a CPU, products with a few lanes are faster where a column of the weight lies together."""
-    return weight.detach().t().contiguous().t() if weight.device.type == "cpu" else weight.detach()
+def _few_rows(inputs: Tensor, weight: Tensor) -> Tensor:  # [..., K], [N, K] -> [..., N]
+    """F.linear. On a CPU the weight as the left factor is read once for up to 16 rows; as the right one, for 3."""
+    rows = inputs.flatten(0, -2)
+    if inputs.device.type != "cpu" or len(rows) <= 3:
+        return F.linear(inputs, weight)
+    return torch.mm(weight, rows.t()).t().reshape(*inputs.shape[:-1], len(weight))
