@@ -122,7 +122,6 @@ class Trainer:
                     self._checkpoints.save(self._accelerator, self._engine, update)
         if self._profile is not None and self._accelerator.is_main_process:
             self._profile.show(peak_memory_gib(self._accelerator.device))
-        self._accelerator.end_training()
         return figures
 
     def update(self, update: int, ready: Prefetch[int, list[MicroBatch]]) -> dict[str, float]:
