@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
@@ -63,8 +64,8 @@ class _Prepared(Method):
             self._builders[device] = self._make_builder(device)
         return self._builders[device].build(proposal)
 
-    def _make_builder(self, device: torch.device) -> Builder:
-        raise NotImplementedError
+    @abstractmethod
+    def _make_builder(self, device: torch.device) -> Builder: ...
 
 
 @dataclass(frozen=True)
