@@ -43,6 +43,7 @@ class Measurement:
     peak_mib: float | None  # host memory of the process so far, or GPU memory of this generation
     token_ids: tuple[int, ...] | None  # None: those of plain decoding
     difference: dict[str, Any] | None = None  # from plain decoding, at temperature 0
+    tree_sizes: tuple[int, ...] | None = None  # nodes verified by every round; None where the method does not choose
 
     @property
     def acceptance_length(self) -> float | None:
@@ -69,13 +70,15 @@ class Measurement:
             record["token_ids"] = list(self.token_ids)
         if self.difference is not None:
             record["difference"] = self.difference
+        if self.tree_sizes is not None:
+            record["tree_sizes"] = list(self.tree_sizes)
         return record
 
     @classmethod
     def parse(cls, record: dict[str, Any]) -> Measurement:
         """Raises KeyError, TypeError or ValueError for what `record` never wrote."""
         key = Key(*(record[name] for name in Key._fields))
-        token_ids = record.get("token_ids")
+        token_ids, tree_sizes = record.get("token_ids"), record.get("tree_sizes")
         return cls(
             key=key._replace(temperature=float(key.temperature)),
             tokens=int(record["tokens"]),
@@ -86,6 +89,7 @@ class Measurement:
             peak_mib=record["peak_mib"],
             token_ids=None if token_ids is None else tuple(token_ids),
             difference=record.get("difference"),
+            tree_sizes=None if tree_sizes is None else tuple(tree_sizes),
         )
 
 

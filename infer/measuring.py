@@ -151,6 +151,7 @@ class Bench:
             first_token_seconds=first_token_seconds,
             peak_mib=_peak_mib(device),
             token_ids=tuple(generation.token_ids),
+            tree_sizes=tuple(generation.tree_sizes) if contender.method.needs_profile else None,
         )
 
     def _key(self, named: NamedPrompt, turn: int, temperature: float, contender: Contender) -> Key:

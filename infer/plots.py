@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from infer.aggregate import AVERAGE
 from infer.bootstrap import Interval
 from infer.measurements import Measurement
-from infer.tables import ROUND_STAGES, Run, stage_milliseconds
+from infer.tables import ROUND_STAGES, Run, stage_milliseconds, tree_sizes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -61,6 +61,11 @@ def _figures(run: Run) -> Iterator[tuple[str, str, Figure]]:
             _positions(run, temperature),
         )
         yield f"lengths_{name}", f"Tokens committed a round {at}, bonus token included", _lengths(run, temperature)
+        sizes = {method: tree_sizes(run.of(temperature, method)) for method in _drafting(run)}
+        chosen = {method: found for method, found in sizes.items() if found}
+        if chosen:
+            figure = _histograms(run, chosen, first=0, label="nodes")
+            yield f"sizes_{name}", f"Nodes verified a round {at} by the methods that choose them", figure
         yield f"stages_{name}", f"Milliseconds a round by stage {at}", _stages(run, temperature)
         for option, label in SWEPT.items():
             curves = _swept(run, option)
@@ -103,16 +108,22 @@ def _positions(run: Run, temperature: float) -> Figure:
 
 
 def _lengths(run: Run, temperature: float) -> Figure:
-    methods = _drafting(run)
+    accepted = {method: _accepted(run.of(temperature, method)) for method in _drafting(run)}
+    return _histograms(run, accepted, first=1, label="tokens")
+
+
+def _histograms(run: Run, values: dict[str, list[int]], *, first: int, label: str) -> Figure:
+    """Shares of rounds by a whole number from `first` on, a panel for each method."""
+    methods = list(values)
     figure, panels = _axes(max(1, len(methods)), columns=4)
-    counts = {method: Counter(_accepted(run.of(temperature, method))) for method in methods}
-    longest = max((length for count in counts.values() for length in count), default=1)
+    counts = {method: Counter(found) for method, found in values.items()}
+    longest = max((length for count in counts.values() for length in count), default=first)
     highest = max((n / count.total() for count in counts.values() for n in count.values()), default=1.0)
     for axes, method in zip(panels, methods, strict=False):
         total = max(1, counts[method].total())
-        shares = [counts[method][length] / total for length in range(1, longest + 1)]
-        axes.bar(range(1, longest + 1), shares, color=_color(run, method))
-        axes.set(title=method, xlabel="tokens", ylim=(0, 1.05 * highest))
+        shares = [counts[method][length] / total for length in range(first, longest + 1)]
+        axes.bar(range(first, longest + 1), shares, color=_color(run, method))
+        axes.set(title=method, xlabel=label, ylim=(0, 1.05 * highest))
         axes.xaxis.set_major_locator(_whole_numbers())
     for axes in panels[::4]:
         axes.set(ylabel="share of rounds")

@@ -42,12 +42,13 @@ class SizedTrees(Method):
     name = "profile"
     scoring: str  # the method whose trees they are
     sizes: Iterator[int]
+    methods: dict[int, Method] = field(default_factory=dict)  # by size; they keep what they prepare
 
     def build(self, proposal: Proposal) -> DraftTree:
         size = next(self.sizes)
-        # By the heap, as the methods that choose their budgets build.
-        options = {"builder": "heap"} if self.scoring == "dominotree" else {}
-        return make_method(self.scoring, node_budget=max(1, size), **options).build(proposal).first(size)
+        if size not in self.methods:
+            self.methods[size] = make_method(self.scoring, node_budget=max(1, size))
+        return self.methods[size].build(proposal).first(size)
 
 
 @dataclass

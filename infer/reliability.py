@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from dominotree.tree.calibration import StepCalibration, fit_steps
 from infer.round_log import LOGIT_TEMPERATURES, LoggedRound
@@ -57,7 +58,11 @@ def path_log_chances(log_steps: np.ndarray, parents: np.ndarray) -> np.ndarray: 
 
 def calibrated(round_: LoggedRound, steps: StepCalibration) -> np.ndarray:  # [N]
     """Log chances of the round's paths under a map."""
-    return path_log_chances(steps.log_chances(round_.log_probs, round_.depths), round_.parents)
+    log_probs, log_steps = torch.from_numpy(round_.log_probs), np.empty_like(round_.log_probs)
+    for depth in np.unique(round_.depths):
+        members = round_.depths == depth
+        log_steps[members] = steps.log_chances(log_probs[torch.from_numpy(members)], int(depth)).numpy()
+    return path_log_chances(log_steps, round_.parents)
 
 
 def raw(round_: LoggedRound) -> np.ndarray:  # [N]

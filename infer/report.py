@@ -49,7 +49,16 @@ def report(config: ReportConfig) -> int:
     from infer.page import write_page
     from infer.plots import draw_figures
     from infer.published import Published
-    from infer.tables import Run, cells_csv, difference_sheets, lossless_sheet, main_sheets, method_pairs, stage_sheet
+    from infer.tables import (
+        Run,
+        cells_csv,
+        difference_sheets,
+        lossless_sheet,
+        main_sheets,
+        method_pairs,
+        size_sheets,
+        stage_sheet,
+    )
 
     source = Path(config.run).expanduser()
     run = Run.read(source, resamples=config.resamples, seed=config.seed)
@@ -59,6 +68,7 @@ def report(config: ReportConfig) -> int:
         *main_sheets(run, published, paper=config.paper),
         *difference_sheets(run, published, pairs, paper=config.paper),
         stage_sheet(run),
+        *size_sheets(run),
         lossless_sheet(run),
     ]
     folder = source / "report" if config.output is None else Path(config.output).expanduser()

@@ -245,6 +245,7 @@ def _record(text: str, answer: Answer, comparison: Comparison | None) -> dict[st
         "method": generation.method,
         "acceptance_length": generation.acceptance_length,
         "accepted_lengths": generation.accepted_lengths,
+        "tree_sizes": generation.tree_sizes,
         "seconds": generation.seconds,
         "tokens_per_second": generation.tokens_per_second,
         "first_token_seconds": answer.first_token_seconds,

@@ -11,6 +11,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
+
 from dominotree.errors import UserError
 from infer.aggregate import AVERAGE, tabulate
 from infer.benchmark_config import BASELINE
@@ -177,6 +179,29 @@ def stage_sheet(run: Run) -> Sheet:
         "Milliseconds a round by stage, until the first token (prefill), and peak memory of the device or the process."
     )
     return Sheet("Time and memory", note, columns, rows)
+
+
+def size_sheets(run: Run) -> Iterator[Sheet]:
+    """Budgets that methods chose round by round: their mean, their quartiles, and how often the cap was hit."""
+    rows = []
+    for temperature in run.temperatures:
+        for method in run.methods:
+            sizes = tree_sizes(run.of(temperature, method))
+            if sizes:
+                cap = run.info["identity"]["methods"][method]["cap"]
+                at_cap = sum(size >= cap for size in sizes) / len(sizes)
+                spread = " / ".join(f"{quartile:.0f}" for quartile in np.percentile(sizes, (25, 50, 75)))
+                cells = [str(cap), f"{fmean(sizes):.1f}", spread, f"{100 * at_cap:.1f}"]
+                rows.append([f"{method}, T={temperature:g}", *cells])
+    if rows:
+        note = "Nodes verified a round by the methods that choose them, and the rounds that went to the cap."
+        columns = ["method", "cap", "mean nodes", "quartiles", "% of rounds at the cap"]
+        yield Sheet("Budgets chosen round by round", note, columns, rows)
+
+
+def tree_sizes(group: list[Measurement]) -> list[int]:
+    """Of all rounds of methods that choose their budgets."""
+    return [size for one in group for size in one.tree_sizes or ()]
 
 
 def lossless_sheet(run: Run) -> Sheet:

@@ -12,6 +12,7 @@ import torch
 from conftest import draft_block, greedy, make_draft, make_target
 from measured_files import ADAPTIVE, CAP, Measured, write_measured
 
+from dominotree.decode.adaptive import CondAdaptive
 from dominotree.decode.cache import TargetCache
 from dominotree.decode.loop import decode, decode_rounds
 from dominotree.decode.measured import Profile
@@ -20,6 +21,7 @@ from dominotree.decode.sampling import Sampling
 from dominotree.errors import UserError
 from dominotree.identity import speed_identity
 from dominotree.tree.budget import StoppingRule
+from dominotree.tree.builders import CapturedFrontier
 from dominotree.tree.children import Proposal
 from dominotree.tree.nodes import DraftTree
 
@@ -69,6 +71,25 @@ def test_the_tree_is_the_full_tree_cut_by_the_rule(
     costs = Profile.read(str(measured.folder / "profile.json")).costs(0.0, with_build=False)
     size = StoppingRule(costs.round_seconds(context_length, CAP)).size(whole.path_log_probs[0].tolist())
     assert nodes(measured.checked(name).build(proposal)) == nodes(whole.first(size))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("context_length", [10, 505])
+@pytest.mark.parametrize("name", ["condadaptive", "adaptive"])
+def test_builders_agree(measured: Measured, name: str, context_length: int, temperature: float) -> None:
+    proposal = proposal_of(measured, context_length=context_length, temperature=temperature)
+    by_heap = measured.checked(name, builder="heap").build(proposal)
+    assert by_heap.size > 0
+    assert nodes(measured.checked(name).build(proposal)) == nodes(by_heap)
+    method = measured.checked(name)
+    assert isinstance(method, CondAdaptive)
+    captured = CapturedFrontier(dataclasses.replace(method.tree, steps=method.steps(temperature)))
+    assert nodes(captured.build(proposal, method.rule(proposal))) == nodes(by_heap)
+
+
+def test_the_graph_builder_takes_no_calibration(measured: Measured) -> None:
+    with pytest.raises(UserError, match="builder=graph takes no calibration"):
+        measured.method("adaptive", builder="graph")
 
 
 def test_longer_contexts_that_cost_more_a_node_get_smaller_trees(measured: Measured) -> None:

@@ -32,6 +32,7 @@ from infer.measurements import STAGES, Key, Measurement, read_measurements
 from infer.processes import Processes
 from infer.prompt_sets import NamedPrompt
 from infer.report import REPORT
+from infer.report import main as main_report
 
 Capture = pytest.CaptureFixture[str]
 METHODS = ("ar", "domino", "dominotree")
@@ -65,6 +66,23 @@ def keys(path: Path) -> Counter[tuple[Any, ...]]:
 def token_ids_of(one: Measurement, found: dict[Key, Measurement]) -> tuple[int, ...] | None:
     """Left out of a record where they are plain decoding's."""
     return one.token_ids or found[one.key._replace(method="ar")].token_ids
+
+
+def test_budgets_that_a_method_chose_are_recorded(line: list[str], output: Path, folder: Path, tmp_path: Path) -> None:
+    target, draft = load(str(folder / "target"), str(folder / "draft"))
+    assert draft is not None
+    profile = write_measured(target, draft, tmp_path).folder / "profile.json"
+    row = f"{{name: condadaptive, cap: 3, profile: {profile}, label: chosen}}"
+    assert main([*line[:-2], "max_new_tokens=5", f"methods=[ar,dominotree,{row}]"]) == 0
+    for one in records(output):
+        if one["method"] == "chosen":
+            assert len(one["tree_sizes"]) == len(one["accepted_lengths"]) and max(one["tree_sizes"]) <= 3
+        else:
+            assert "tree_sizes" not in one
+    assert main_report([f"run={output.parent}", "resamples=5"]) == 0
+    report = (output.parent / "report" / "report.md").read_text(encoding="utf-8")
+    assert "### Budgets chosen round by round" in report and "| chosen, T=0 | 3 |" in report
+    assert (output.parent / "report" / "sizes_t0.png").exists()
 
 
 def test_every_cell_is_measured_once_and_holds_what_the_library_gives(

@@ -63,6 +63,29 @@ def test_the_rule_finds_the_best_size_of_all(chances: list[float], steps: list[f
     assert rates[size] == pytest.approx(max(rates))
 
 
+@settings(deadline=None)
+@given(
+    chances=st.lists(st.floats(0, 1), max_size=14).map(lambda values: sorted(values, reverse=True)),
+    steps=st.lists(st.floats(0, 2), min_size=8, max_size=8),
+    known=st.sets(st.integers(0, 13)),
+)
+def test_no_node_below_the_bound_is_taken_whichever_nodes_are_known(
+    chances: list[float], steps: list[float], known: set[int]
+) -> None:
+    scores = [math.log(chance) if chance else -math.inf for chance in chances]
+    rule = StoppingRule(list(itertools.accumulate([1.0, *steps])))
+    bound = rule.bound([score for place, score in enumerate(scores) if place in known])
+    assert all(score >= bound for score in scores[: rule.size(scores)])
+
+
+def test_the_bound_tells_what_cannot_be_worth_its_cost() -> None:
+    """A tenth of a round's cost a node: it must promise a tenth of the tokens expected without it."""
+    rule = StoppingRule([1.0, 1.1, 1.2, 1.3])
+    assert rule.bound([]) == pytest.approx(math.log(1.3 / 1.2 - 1))
+    assert rule.bound([0.0]) == pytest.approx(math.log(2 * (1.3 / 1.2 - 1)))
+    assert rule.bound([-0.1, -0.2, -0.3, -0.4]) == pytest.approx(-0.3)
+
+
 def test_flat_costs_take_every_node_up_to_the_cap() -> None:
     assert StoppingRule([1.0] * 9).size([-9.0] * 20) == 8
 

@@ -23,7 +23,8 @@ def drawn(slope: float, offsets: list[float], count: int = 40_000) -> tuple[np.n
     """Steps whose acceptance follows a known map."""
     random = np.random.default_rng(0)
     log_probs, depths = np.log(random.uniform(0.01, 0.99, count)), random.integers(1, 1 + len(offsets), count)
-    chances = expit(slope * log_odds(log_probs) + np.array(offsets)[depths - 1])
+    odds = log_odds(torch.from_numpy(log_probs)).numpy()
+    chances = expit(slope * odds + np.array(offsets)[depths - 1])
     return log_probs, depths, random.uniform(size=count) < chances
 
 
@@ -49,8 +50,8 @@ def test_with_nothing_logged_the_map_is_the_identity() -> None:
 
 @given(log_prob=st.floats(-60, 0), depth=st.integers(1, 4))
 def test_the_identity_map_gives_the_probability_itself(log_prob: float, depth: int) -> None:
-    (mapped,) = StepCalibration(1.0, (0.0, 0.0)).log_chances(np.array([log_prob]), depth)
-    assert mapped == pytest.approx(log_prob, abs=2e-6)
+    mapped = StepCalibration(1.0, (0.0, 0.0)).log_chances(torch.tensor(log_prob, dtype=torch.float64), depth)
+    assert float(mapped) == pytest.approx(log_prob, abs=2e-6)
 
 
 @given(
@@ -61,16 +62,15 @@ def test_the_identity_map_gives_the_probability_itself(log_prob: float, depth: i
 def test_chances_lie_below_one_and_siblings_keep_their_order(
     slope: float, offset: float, log_probs: list[float]
 ) -> None:
-    mapped = StepCalibration(slope, (offset,)).log_chances(np.array(log_probs), 1)
+    mapped = StepCalibration(slope, (offset,)).log_chances(torch.tensor(log_probs, dtype=torch.float64), 1)
     assert mapped.max() <= 0
-    assert np.diff(mapped).max() <= 0
+    assert mapped.diff().max() <= 0
 
 
 def test_depths_beyond_the_last_offset_take_it() -> None:
-    steps = StepCalibration(1.0, (0.0, -2.0))
-    assert steps.log_chances(np.array([-1.0, -1.0]), np.array([2, 9])).tolist() == pytest.approx(
-        [math.log(expit(log_odds(np.array(-1.0)) - 2))] * 2
-    )
+    steps, log_prob = StepCalibration(1.0, (0.0, -2.0)), torch.tensor(-1.0, dtype=torch.float64)
+    expected = math.log(expit(float(log_odds(log_prob)) - 2))
+    assert [float(steps.log_chances(log_prob, depth)) for depth in (2, 9)] == pytest.approx([expected] * 2)
 
 
 def test_between_two_temperatures_the_map_lies_between() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from dominotree.tree.budget import StoppingRule
 from dominotree.tree.frontier import fixed_widths, frontier_tree
 from dominotree.tree.heap import best_first_tree
 from dominotree.tree.host_frontier import host_frontier_tree
@@ -91,8 +94,9 @@ def listed(tree: DraftTree, row: int = 0) -> Rows:
     return [node for node in zip(*(column.tolist() for column in columns), strict=True) if node[2] > 0]
 
 
-def by_heap(children: RandomChildren, row: int, budget: int, max_depth: int) -> Rows:
-    return listed(best_first_tree(OneByOne(children, row), node_budget=budget, max_depth=max_depth, device=CPU))
+def by_heap(children: RandomChildren, row: int, budget: int, max_depth: int, **options: Any) -> Rows:
+    scorer = OneByOne(children, row)
+    return listed(best_first_tree(scorer, node_budget=budget, max_depth=max_depth, device=CPU, **options))
 
 
 def scored(levels: Sequence[float] = (), batch: int = 3) -> st.SearchStrategy[RandomChildren]:
@@ -117,6 +121,23 @@ def test_the_frontier_selects_what_best_first_search_selects(
     tree = build(AllAtOnce(children), node_budget=budget, max_depth=max_depth)
     for row in range(len(children.seeds)):
         assert listed(tree, row) == by_heap(children, row, budget, max_depth)
+
+
+@given(
+    children=scored() | scored(TIED) | scored((0.0, -math.inf)),
+    steps=st.lists(st.floats(0, 0.5), min_size=1, max_size=16),
+    max_depth=st.integers(1, 5),
+)
+@settings(deadline=None, max_examples=150)
+def test_a_rule_ends_the_frontier_where_it_ends_best_first_search(
+    children: RandomChildren, steps: list[float], max_depth: int
+) -> None:
+    seconds = list(itertools.accumulate([1.0, *steps]))
+    rules = [StoppingRule(seconds) for _ in children.seeds]
+    tree = host_frontier_tree(AllAtOnce(children), node_budget=len(steps), max_depth=max_depth, rules=rules)
+    for row in range(len(children.seeds)):
+        takes = StoppingRule(seconds).takes
+        assert listed(tree, row) == by_heap(children, row, len(steps), max_depth, takes=takes)
 
 
 @pytest.mark.parametrize("build", FRONTIERS)

@@ -27,6 +27,7 @@ KEYS = {
     "method",
     "acceptance_length",
     "accepted_lengths",
+    "tree_sizes",
     "seconds",
 }
 Capture = pytest.CaptureFixture[str]
@@ -50,6 +51,10 @@ def test_every_method_gives_the_library_s_answer(
     assert record["token_ids"] == expected.token_ids == plain.token_ids
     assert record["text"] == expected.text
     assert record["accepted_lengths"] == expected.accepted_lengths
+    assert len(record["tree_sizes"]) == len(record["accepted_lengths"])
+    assert all(
+        size + 1 >= length for size, length in zip(record["tree_sizes"], record["accepted_lengths"], strict=True)
+    )
     assert record["acceptance_length"] == expected.acceptance_length
     assert (record["method"], record["finish_reason"]) == (method, "length")
     assert set(record["seconds"]) == {"prefill", "draft", "build", "verify", "commit", "total"}

@@ -214,6 +214,20 @@ def test_a_paper_s_recipe_meets_every_row_of_its_table(paper: str, matched: set[
 
 
 @pytest.mark.usefixtures("no_figures")
+def test_chosen_budgets_are_summed_up_with_their_cap(tmp_path: Path) -> None:
+    methods = {"ar": METHODS["ar"], "adaptive": {"name": "adaptive", "cap": 8}}
+    records = [
+        record("a", 0, "ar"),
+        record("a", 0, "adaptive", accepted_lengths=[1, 1, 1], tree_sizes=[0, 8, 8]),
+        record("a", 1, "ar"),
+        record("a", 1, "adaptive", accepted_lengths=[3], tree_sizes=[4]),
+    ]
+    assert main([f"run={write_run(tmp_path, records, methods=methods)}", "resamples=5"]) == 0
+    rows = table((tmp_path / "report" / "report.md").read_text(encoding="utf-8"), "Budgets chosen round by round")
+    assert rows["adaptive, T=0"] == ["8", "5.0", "3 / 6 / 8", "50.0"]
+
+
+@pytest.mark.usefixtures("no_figures")
 def test_the_lossless_table_counts_by_method(tmp_path: Path) -> None:
     difference = {"first": 1, "tokens": 3, "logit_gap": 0.1, "near_tie": True, "allowed": True}
     records = [

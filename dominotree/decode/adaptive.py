@@ -1,12 +1,11 @@
 """Methods that choose the node budget of every round from the draft's confidence and the measured costs (CaDDTree).
 
-The tree grows best first and stops at the first node that is not worth its verification, so that nothing is scored for
-nodes that are left out.
+The tree grows best first and stops at the first node that is not worth its verification; what cannot be worth it is not
+scored.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,11 +15,13 @@ from ..draft.model import DraftModel
 from ..errors import UserError
 from ..target import Target
 from ..tree.budget import CostModel, StoppingRule
-from ..tree.calibration import CalibratedScorer
-from ..tree.children import ChildScorer, ConditionalScorer, MarginalScorer, Proposal
+from ..tree.builders import ConditionalTree
+from ..tree.calibration import StepCalibration
+from ..tree.children import MarginalScorer, Proposal
 from ..tree.heap import best_first_tree
 from ..tree.nodes import DraftTree
-from .base import CANDIDATE_WIDTH, NODE_TOPK, Method
+from .base import Method
+from .conditional import Conditional
 from .measured import CALIBRATION, CALIBRATION_REMEDY, PROFILE, PROFILE_REMEDY, FittedCalibration, Profile
 
 CAP = 64
@@ -64,24 +65,13 @@ class _CostAware(Method):
         self._files.profile = self._files.profile or Profile.read(path)
         self._files.profile.check(path, target, draft)
 
-    @torch.no_grad()
-    def build(self, proposal: Proposal) -> DraftTree:
+    def rule(self, proposal: Proposal) -> StoppingRule:
         assert self._files.profile is not None, "check comes first"
         costs = self._costs(self._files.profile, proposal.temperature)
-        rule = StoppingRule(costs.round_seconds(proposal.context_length, self.cap))
-        return best_first_tree(
-            self._scorer(proposal),
-            node_budget=self.cap,
-            max_depth=len(proposal.hidden),
-            device=proposal.hidden.device,
-            takes=rule.takes,
-        )
+        return StoppingRule(costs.round_seconds(proposal.context_length, self.cap))
 
     def _costs(self, profile: Profile, temperature: float) -> CostModel:
         return profile.costs(temperature, with_build=True)
-
-    @abstractmethod
-    def _scorer(self, proposal: Proposal) -> ChildScorer: ...
 
 
 @dataclass(frozen=True)
@@ -93,21 +83,34 @@ class CaDDTree(_CostAware):
     def _costs(self, profile: Profile, temperature: float) -> CostModel:
         return profile.costs(temperature, with_build=False)  # as published
 
-    def _scorer(self, proposal: Proposal) -> ChildScorer:
-        return MarginalScorer(proposal.base_logits, node_topk=self.cap)
+    @torch.no_grad()
+    def build(self, proposal: Proposal) -> DraftTree:
+        return best_first_tree(
+            MarginalScorer(proposal.base_logits, node_topk=self.cap),
+            node_budget=self.cap,
+            max_depth=len(proposal.hidden),
+            device=proposal.hidden.device,
+            takes=self.rule(proposal).takes,
+        )
 
 
 @dataclass(frozen=True)
-class CondAdaptive(_CostAware):
+class CondAdaptive(Conditional, _CostAware):
     """DominoTree's tree, cut by the same rule on its conditional probabilities as they are."""
 
     name = "condadaptive"
-    needs_head = True
-    candidate_width: int = CANDIDATE_WIDTH
-    node_topk: int = NODE_TOPK
 
-    def _scorer(self, proposal: Proposal) -> ChildScorer:
-        return ConditionalScorer(proposal, self.candidate_width, self.node_topk)
+    @property
+    def tree(self) -> ConditionalTree:
+        return ConditionalTree(self.cap, self.candidate_width, self.node_topk, input_table=self.input_table)
+
+    def build(self, proposal: Proposal) -> DraftTree:
+        builder = self.tree_builder(proposal.hidden.device, self.steps(proposal.temperature))
+        return builder.build(proposal, self.rule(proposal))
+
+    def steps(self, temperature: float) -> StepCalibration | None:
+        """What turns probabilities into chances; None leaves them as they are."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,8 @@ class Adaptive(CondAdaptive):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.builder == "graph":
+            raise UserError("method.builder=graph takes no calibration; use auto, frontier or heap with adaptive")
         if self.calibration:
             self._files.calibration = FittedCalibration.read(self.calibration)
 
@@ -131,10 +136,9 @@ class Adaptive(CondAdaptive):
         self._files.calibration = self._files.calibration or FittedCalibration.read(path)
         self._files.calibration.check(path, target, draft, self.candidate_width)
 
-    def _scorer(self, proposal: Proposal) -> ChildScorer:
+    def steps(self, temperature: float) -> StepCalibration:
         assert self._files.calibration is not None, "check comes first"
-        steps = self._files.calibration.calibration.at(proposal.temperature)
-        return CalibratedScorer(super()._scorer(proposal), steps)
+        return self._files.calibration.calibration.at(temperature)
 
 
 def _beside(draft: DraftModel, name: str, option: str) -> str:

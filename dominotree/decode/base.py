@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..errors import UserError
 from ..tree.children import Proposal
+from ..tree.lanes import input_table_bytes
 from ..tree.nodes import DraftTree
 
 if TYPE_CHECKING:
@@ -46,3 +47,17 @@ class Method:
 
     def check(self, target: Target, draft: DraftModel) -> None:
         """Raises UserError where what the method was measured on does not fit these models or this machine."""
+
+
+def check_flag(option: str, value: Any) -> None:
+    """Raises UserError for anything but true and false."""
+    if not isinstance(value, bool):
+        raise UserError(f"method.{option} must be true or false, got {value}")
+
+
+def table_notes(input_table: bool, target: Target, draft: DraftModel) -> list[str]:
+    """What the table of GRU inputs takes, where there is one."""
+    if not input_table or draft.head is None:
+        return []
+    size = input_table_bytes(draft.head, target.vocab_size)
+    return [f"the table of GRU inputs takes {size / 2**30:.2f} GiB; it is made on the first round"]

@@ -13,6 +13,7 @@ class Round:
     accepted_length: int | None  # tokens committed by a draft-verify round, bonus included, after any cut at the end
     seconds: dict[str, float]  # by stage: prefill, or draft, build, verify, commit
     finish_reason: str | None  # "stop", "length", or None while it goes on
+    tree_size: int | None = None  # drafted nodes that a draft-verify round verified
 
 
 @dataclass
@@ -22,6 +23,7 @@ class Generation:
     method: str
     token_ids: list[int] = field(default_factory=list)
     accepted_lengths: list[int] = field(default_factory=list)
+    tree_sizes: list[int] = field(default_factory=list)  # beside the accepted lengths
     finish_reason: str | None = None
     seconds: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys(("prefill", "draft", "build", "verify", "commit", "total"), 0.0)
@@ -32,6 +34,8 @@ class Generation:
         self.token_ids += round_.token_ids
         if round_.accepted_length is not None:
             self.accepted_lengths.append(round_.accepted_length)
+        if round_.tree_size is not None:
+            self.tree_sizes.append(round_.tree_size)
         for stage, spent in round_.seconds.items():
             self.seconds[stage] += spent
             self.seconds["total"] += spent

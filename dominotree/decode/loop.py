@@ -142,7 +142,7 @@ class _Sequence:
         with self._clock.stage("commit"):
             token_ids = self._commit(tree, posterior, features)
             verdict = stopping.feed(token_ids)
-        return Round(token_ids[: verdict.kept], verdict.kept, self._clock.take(), verdict.finish_reason)
+        return Round(token_ids[: verdict.kept], verdict.kept, self._clock.take(), verdict.finish_reason, tree.size)
 
     @torch.no_grad()
     def _propose(self, max_depth: int) -> Proposal | None:

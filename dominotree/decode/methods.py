@@ -13,21 +13,14 @@ import torch
 from ..draft.model import DraftModel
 from ..errors import UserError
 from ..target import Target
-from ..tree.builders import (
-    BUILDERS,
-    Builder,
-    ConditionalTree,
-    builder_for,
-    make_builder,
-    make_chain_builder,
-)
+from ..tree.builders import Builder, ConditionalTree, make_builder, make_chain_builder
 from ..tree.children import ChildScorer, MarginalScorer, Proposal, Scale, StaticCorrectedScorer
 from ..tree.heap import best_first_tree
-from ..tree.lanes import input_table_bytes
 from ..tree.nodes import DraftTree
 from ..tree.topk import ordered_argmax
 from .adaptive import Adaptive, CaDDTree, CondAdaptive
-from .base import CANDIDATE_WIDTH, NODE_BUDGET, NODE_TOPK, Method
+from .base import CANDIDATE_WIDTH, NODE_BUDGET, NODE_TOPK, Method, check_flag, table_notes
+from .conditional import Conditional
 
 DARTREE_BUDGET, DARTREE_WIDTH = 64, 12  # as published (DARTree)
 
@@ -78,10 +71,10 @@ class Domino(_Prepared):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_flag("input_table", self.input_table)
+        check_flag("input_table", self.input_table)
 
     def notes(self, target: Target, draft: DraftModel) -> list[str]:
-        return _table_notes(self.input_table, target, draft)
+        return table_notes(self.input_table, target, draft)
 
     def _make_builder(self, device: torch.device) -> Builder:
         return make_chain_builder(device, input_table=self.input_table)
@@ -137,37 +130,17 @@ class StaticCorrected(_Tree):
 
 
 @dataclass(frozen=True)
-class DominoTree(_Prepared, _Tree):
-    """The likeliest prefixes under the correction along each node's own path (DominoTree).
-
-    `builder` is one of BUILDERS: all select the same nodes.
-    """
+class DominoTree(Conditional, _Tree):
+    """The likeliest prefixes under the correction along each node's own path (DominoTree)."""
 
     name = "dominotree"
-    needs_head = True
-    candidate_width: int = CANDIDATE_WIDTH
-    node_topk: int = NODE_TOPK
-    builder: str = "auto"
-    input_table: bool = False
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_flag("input_table", self.input_table)
-        if self.builder not in BUILDERS:
-            raise UserError(f"method.builder must be one of {', '.join(BUILDERS)}, got {self.builder}")
-        if self.input_table and self.builder not in ("auto", "frontier"):
-            raise UserError(f"method.input_table=true goes with method.builder=frontier or auto, got {self.builder}")
+    @property
+    def tree(self) -> ConditionalTree:
+        return ConditionalTree(self.node_budget, self.candidate_width, self.node_topk, self.scale, self.input_table)
 
-    def notes(self, target: Target, draft: DraftModel) -> list[str]:
-        chosen = builder_for(self.builder, target.device)
-        line = f"tree builder {chosen}" + (f" (auto, on {target.device.type})" if self.builder == "auto" else "")
-        return [line, *_table_notes(self.input_table, target, draft)]
-
-    def _make_builder(self, device: torch.device) -> Builder:
-        tree = ConditionalTree(
-            self.node_budget, self.candidate_width, self.node_topk, self.scale, input_table=self.input_table
-        )
-        return make_builder(self.builder, device, tree)
+    def build(self, proposal: Proposal) -> DraftTree:
+        return self.tree_builder(proposal.hidden.device).build(proposal)
 
 
 @dataclass(frozen=True)
@@ -185,10 +158,10 @@ class DARTree(_Prepared, _Tree):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_flag("input_table", self.input_table)
+        check_flag("input_table", self.input_table)
 
     def notes(self, target: Target, draft: DraftModel) -> list[str]:
-        return _table_notes(self.input_table, target, draft)
+        return table_notes(self.input_table, target, draft)
 
     def _make_builder(self, device: torch.device) -> Builder:
         tree = ConditionalTree(
@@ -217,18 +190,6 @@ def _by_heap(scorer: ChildScorer, proposal: Proposal, node_budget: int) -> Draft
     return best_first_tree(
         scorer, node_budget=node_budget, max_depth=len(proposal.hidden), device=proposal.hidden.device
     )
-
-
-def _table_notes(input_table: bool, target: Target, draft: DraftModel) -> list[str]:
-    if not input_table or draft.head is None:
-        return []
-    size = input_table_bytes(draft.head, target.vocab_size)
-    return [f"the table of GRU inputs takes {size / 2**30:.2f} GiB; it is made on the first round"]
-
-
-def _check_flag(option: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise UserError(f"method.{option} must be true or false, got {value}")
 
 
 def _is_number(value: Any) -> bool:

@@ -9,12 +9,14 @@ import bisect
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import accumulate, pairwise, takewhile
 
 import numpy as np
 from scipy.optimize import nnls
 
 from ..errors import UserError
+
+BOUND_SLACK = 1e-9  # for rounding: the rule divides where the bound multiplies
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,8 @@ class StoppingRule:
         self._seconds = seconds
         self._tokens = 1.0
         self._size = 0
+        rises = [after / before - 1 for before, after in pairwise(seconds)]
+        self._least_rise = list(accumulate(reversed(rises), min))[::-1]  # [cap] of this size and all larger ones
 
     def takes(self, log_chance: float) -> bool:
         """Whether the next node, accepted with a chance of exp(log_chance), is worth verifying; if so it is counted."""
@@ -80,6 +84,21 @@ class StoppingRule:
             return False
         self._tokens, self._size = tokens, self._size + 1
         return True
+
+    def bound(self, log_chances: Sequence[float]) -> float:
+        """A log chance below which no node will be taken, whatever else is found beside the nodes known so far.
+
+        `log_chances` are those of known nodes, likeliest first. Another node can only move a node back in the order and
+        add to the tokens expected before it, and a node at place n or later must be likelier than those tokens times
+        the least rise of the cost from there on.
+        """
+        tokens, above = 1.0, 0.0
+        for place, rise in enumerate(self._least_rise):
+            log_chance = log_chances[place] if place < len(log_chances) else -math.inf
+            if math.exp(log_chance) <= tokens * rise:
+                return min(above, math.log(tokens * rise) if rise else -math.inf) - BOUND_SLACK
+            tokens, above = tokens + math.exp(log_chance), log_chance
+        return above  # all places are taken by nodes that may be worth it
 
     def size(self, log_chances: Iterable[float]) -> int:
         """How many nodes are taken of a tree in order of selection."""

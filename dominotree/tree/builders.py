@@ -8,7 +8,7 @@ Shapes: B batch, K drafted slots, H hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -17,13 +17,15 @@ from torch import Tensor
 
 from ..draft.head import DominoHead
 from ..draft.model import Embed
+from .budget import StoppingRule
+from .calibration import CalibratedLanes, CalibratedScorer, StepCalibration
 from .captured import Captured, StaticBlocks
-from .children import PLAIN, ConditionalScorer, Proposal, Scale
+from .children import PLAIN, ChildScorer, ConditionalScorer, Proposal, Scale
 from .frontier import fixed_widths, frontier_tree
 from .graph import GraphHeap
-from .heap import best_first_tree
+from .heap import best_first_tree, takes_all
 from .host_frontier import host_frontier_tree
-from .lanes import ConditionalLanes, DraftBlocks, PreparedHead, greedy_rollout
+from .lanes import ConditionalLanes, DraftBlocks, LaneScorer, PreparedHead, greedy_rollout
 from .nodes import DraftTree
 
 BUILDERS = ("auto", "heap", "graph", "frontier")
@@ -32,6 +34,12 @@ MEASURED_BEST = {"cpu": "frontier", "cuda": "frontier"}
 
 class Builder(Protocol):
     def build(self, proposal: Proposal) -> DraftTree: ...
+
+
+class TreeBuilder(Builder, Protocol):
+    def build(self, proposal: Proposal, rule: StoppingRule | None = None) -> DraftTree:
+        """The tree, which a `rule` ends at the first node that is not worth verifying."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -48,11 +56,22 @@ class ConditionalTree:
     scale: Scale = PLAIN
     input_table: bool = False
     width: int | None = None
+    steps: StepCalibration | None = None  # scores are the log chances that it gives
 
     def widths(self, slots: int) -> list[int] | None:
         if self.width is None:
             return None
         return [self.width] * slots if self.width else fixed_widths(self.node_budget, slots, self.node_topk)
+
+    def scorer(self, proposal: Proposal) -> ChildScorer:
+        """For one node at a time."""
+        scorer = ConditionalScorer(proposal, self.candidate_width, self.node_topk, self.scale)
+        return scorer if self.steps is None else CalibratedScorer(scorer, self.steps)
+
+    def lanes(self, prepared: PreparedHead, blocks: DraftBlocks) -> LaneScorer:
+        """For all nodes of a depth."""
+        lanes = ConditionalLanes(prepared, blocks, self.candidate_width, self.node_topk, self.scale)
+        return lanes if self.steps is None else CalibratedLanes(lanes, self.steps)
 
 
 def builder_for(name: str, device: torch.device) -> str:
@@ -62,7 +81,7 @@ def builder_for(name: str, device: torch.device) -> str:
 
 def make_builder(
     name: str, device: torch.device, tree: ConditionalTree, prepared: Kept[PreparedHead] | None = None
-) -> Builder:
+) -> TreeBuilder:
     """A builder by its name in BUILDERS. Frontier builders may share what they have `prepared`."""
     chosen = builder_for(name, device)
     if chosen == "frontier":
@@ -77,11 +96,13 @@ class HeapBuilder:
         self._tree = tree
 
     @torch.no_grad()
-    def build(self, proposal: Proposal) -> DraftTree:
-        tree = self._tree
-        scorer = ConditionalScorer(proposal, tree.candidate_width, tree.node_topk, tree.scale)
+    def build(self, proposal: Proposal, rule: StoppingRule | None = None) -> DraftTree:
         return best_first_tree(
-            scorer, node_budget=tree.node_budget, max_depth=len(proposal.hidden), device=proposal.hidden.device
+            self._tree.scorer(proposal),
+            node_budget=self._tree.node_budget,
+            max_depth=len(proposal.hidden),
+            device=proposal.hidden.device,
+            takes=takes_all if rule is None else rule.takes,
         )
 
 
@@ -113,18 +134,26 @@ class FrontierBuilder:
         self._prepared = prepared or kept_head(tree.input_table)
 
     @torch.no_grad()
-    def build(self, proposal: Proposal) -> DraftTree:
-        return self.build_all(self._prepared.get(proposal), DraftBlocks.of(proposal))
+    def build(self, proposal: Proposal, rule: StoppingRule | None = None) -> DraftTree:
+        return self.build_all(self._prepared.get(proposal), DraftBlocks.of(proposal), None if rule is None else [rule])
 
-    def build_all(self, prepared: PreparedHead, blocks: DraftBlocks) -> DraftTree:
+    def build_all(
+        self, prepared: PreparedHead, blocks: DraftBlocks, rules: Sequence[StoppingRule] | None = None
+    ) -> DraftTree:
         """The trees of B sequences at once."""
         tree, slots = self._tree, blocks.hidden.shape[1]
-        lanes = ConditionalLanes(prepared, blocks, tree.candidate_width, tree.node_topk, tree.scale)
-        return host_frontier_tree(lanes, node_budget=tree.node_budget, max_depth=slots, widths=tree.widths(slots))
+        return host_frontier_tree(
+            tree.lanes(prepared, blocks),
+            node_budget=tree.node_budget,
+            max_depth=slots,
+            widths=tree.widths(slots),
+            rules=rules,
+        )
 
 
 class CapturedFrontier:
-    """The whole build with fixed shapes, one CUDA graph on a GPU: the host is never waited for."""
+    """The whole build with fixed shapes, one CUDA graph on a GPU: the host is never waited for, but for a rule, which
+    cuts the tree afterwards."""
 
     def __init__(self, tree: ConditionalTree, prepared: Kept[PreparedHead] | None = None) -> None:
         self._tree = tree
@@ -132,19 +161,18 @@ class CapturedFrontier:
         self._kept = Kept(self._make, self._fits)
 
     @torch.no_grad()
-    def build(self, proposal: Proposal) -> DraftTree:
+    def build(self, proposal: Proposal, rule: StoppingRule | None = None) -> DraftTree:
         static, body = self._kept.get(proposal)
         static.load(DraftBlocks.of(proposal))
-        return body().clone()
+        return _cut(body(), rule).clone()
 
     def _make(self, proposal: Proposal) -> tuple[StaticBlocks, Captured[DraftTree]]:
         tree, prepared = self._tree, self._prepared.get(proposal)
         static = StaticBlocks(DraftBlocks.of(proposal))
 
         def body() -> DraftTree:
-            lanes = ConditionalLanes(prepared, static.blocks, tree.candidate_width, tree.node_topk, tree.scale)
             return frontier_tree(
-                lanes,
+                tree.lanes(prepared, static.blocks),
                 node_budget=tree.node_budget,
                 max_depth=static.slots,
                 depth_limit=static.length,
@@ -163,16 +191,16 @@ class GraphBuilder:
     """The heap on the host over captured computations."""
 
     def __init__(self, tree: ConditionalTree) -> None:
-        if tree.width is not None or tree.input_table:
-            raise ValueError("the graph builder takes neither a width nor an input table")
+        if tree.width is not None or tree.input_table or tree.steps is not None:
+            raise ValueError("the graph builder takes no width, no input table and no calibration")
         self._kept = Kept(
             lambda proposal: GraphHeap(proposal, tree.node_budget, tree.candidate_width, tree.node_topk, tree.scale),
             GraphHeap.takes,
         )
 
     @torch.no_grad()
-    def build(self, proposal: Proposal) -> DraftTree:
-        return self._kept.get(proposal).build(proposal)
+    def build(self, proposal: Proposal, rule: StoppingRule | None = None) -> DraftTree:
+        return _cut(self._kept.get(proposal).build(proposal), rule)
 
 
 class ChainBuilder:
@@ -212,6 +240,14 @@ class CapturedChain:
 
 def make_chain_builder(device: torch.device, *, input_table: bool) -> Builder:
     return (CapturedChain if device.type == "cuda" else ChainBuilder)(input_table)
+
+
+def _cut(tree: DraftTree, rule: StoppingRule | None) -> DraftTree:
+    """What a rule leaves of a tree that is wholly built; places without a node have no chance."""
+    if rule is None:
+        return tree
+    assert tree.path_log_probs is not None
+    return tree.first(rule.size(tree.path_log_probs[0].tolist()))
 
 
 def prepare_head(proposal: Proposal, input_table: bool) -> PreparedHead:

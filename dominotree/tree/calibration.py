@@ -10,11 +10,15 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import numpy as np
+import torch
+import torch.nn.functional as F
 from scipy.optimize import minimize
 from scipy.special import expit, log_expit
+from torch import Tensor
 
 from ..errors import UserError
 from .children import Children, ChildScorer
+from .lanes import LaneScorer
 
 State = TypeVar("State")
 SURE = -1e-6  # log-probabilities above this are taken for it: the log-odds of certainty are infinite
@@ -38,9 +42,10 @@ class StepCalibration:
                 f"{self.slope} and offsets {list(self.offsets)}"
             )
 
-    def log_chances(self, log_probs: np.ndarray, depths: np.ndarray | int) -> np.ndarray:  # [n], [n] -> [n]
-        offsets = np.array(self.offsets)[np.minimum(depths, len(self.offsets)) - 1]
-        return log_expit(self.slope * log_odds(log_probs) + offsets)
+    def log_chances(self, log_probs: Tensor, depth: int) -> Tensor:  # [...] float64 -> [...]
+        """Log chances of steps to one depth, from their conditional log-probabilities."""
+        offset = self.offsets[min(depth, len(self.offsets)) - 1]
+        return F.logsigmoid(self.slope * log_odds(log_probs) + offset)
 
 
 @dataclass(frozen=True)
@@ -83,12 +88,30 @@ class CalibratedScorer(Generic[State]):
 
     def children(self, state: State, slot: int) -> Children:
         token_ids, log_probs = self._scorer.children(state, slot)
-        return token_ids, self._steps.log_chances(np.array(log_probs), slot + 1).tolist()
+        return token_ids, self._steps.log_chances(torch.tensor(log_probs, dtype=torch.float64), slot + 1).tolist()
 
 
-def log_odds(log_probs: np.ndarray) -> np.ndarray:  # [n] -> [n]
-    capped = np.minimum(log_probs, SURE)
-    return capped - np.log(-np.expm1(capped))
+class CalibratedLanes:
+    """The same for many nodes of one depth at once. Shapes: B batch, L lanes, G state, k children."""
+
+    def __init__(self, lanes: LaneScorer, steps: StepCalibration) -> None:
+        self._lanes = lanes
+        self._steps = steps
+
+    def root_states(self) -> Tensor:  # [B, 1, G]
+        return self._lanes.root_states()
+
+    def advance(self, states: Tensor, token_ids: Tensor) -> Tensor:  # [B, L, G], [B, L] -> [B, L, G]
+        return self._lanes.advance(states, token_ids)
+
+    def children(self, slot: int, states: Tensor) -> tuple[Tensor, Tensor]:  # [B, L, G] -> two of [B, L, k]
+        token_ids, log_probs = self._lanes.children(slot, states)
+        return token_ids, self._steps.log_chances(log_probs, slot + 1)
+
+
+def log_odds(log_probs: Tensor) -> Tensor:  # [...] float64 -> [...]
+    capped = log_probs.clamp(max=SURE)
+    return capped - (-capped.expm1()).log()
 
 
 def fit_steps(
@@ -101,7 +124,8 @@ def fit_steps(
 
     The priors keep depths that are seldom reached near where they were.
     """
-    features = np.concatenate([log_odds(log_probs)[:, None], depths[:, None] == np.arange(1, max_depth + 1)], axis=1)
+    odds = log_odds(torch.from_numpy(log_probs)).numpy()
+    features = np.concatenate([odds[:, None], depths[:, None] == np.arange(1, max_depth + 1)], axis=1)
     identity = np.eye(1, 1 + max_depth)[0]
 
     def loss(weights: np.ndarray) -> tuple[float, np.ndarray]:

@@ -14,13 +14,17 @@ from .nodes import DraftTree
 State = TypeVar("State")
 
 
+def takes_all(score: float) -> bool:
+    return True
+
+
 def best_first_tree(
     scorer: ChildScorer[State],
     *,
     node_budget: int,
     max_depth: int,
     device: torch.device,
-    takes: Callable[[float], bool] = lambda score: True,
+    takes: Callable[[float], bool] = takes_all,
 ) -> DraftTree:
     """The `node_budget` likeliest prefixes no deeper than `max_depth`, in order of selection, or all there are.
 

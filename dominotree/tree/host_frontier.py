@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
+from .budget import StoppingRule
 from .children import Children
-from .heap import best_first_tree
+from .heap import best_first_tree, takes_all
 from .lanes import LaneScorer
 from .nodes import DraftTree
 
@@ -24,15 +25,21 @@ Lane = tuple[int, int]  # the parent's place among the lanes before, and the tok
 
 
 def host_frontier_tree(
-    scorer: LaneScorer, *, node_budget: int, max_depth: int, widths: Sequence[int] | None = None
+    scorer: LaneScorer,
+    *,
+    node_budget: int,
+    max_depth: int,
+    widths: Sequence[int] | None = None,
+    rules: Sequence[StoppingRule] | None = None,
 ) -> DraftTree:
     """The `node_budget` best nodes no deeper than `max_depth` of each sequence, as `best_first_tree` selects them, ties
     included.
 
     `widths`: at most so many new nodes at each depth, which makes the tree an approximation (DARTree).
+    `rules`: one a sequence, which ends its tree at the first node that is not worth verifying.
     """
     states = scorer.root_states()
-    searches = [_Search(node_budget) for _ in range(len(states))]
+    searches = [_Search(node_budget, None if rules is None else rules[row]) for row in range(len(states))]
     for slot in range(max_depth if node_budget else 0):
         token_ids, scores = (part.tolist() for part in scorer.children(slot, states))
         width = None if widths is None else widths[slot]
@@ -52,13 +59,15 @@ class _Search:
     """One sequence: what has been scored, and the reference search over it. A node that was a lane has a number; the
     root's is 0."""
 
-    def __init__(self, node_budget: int) -> None:
+    def __init__(self, node_budget: int, rule: StoppingRule | None) -> None:
         self._budget = node_budget
+        self._rule = rule
         self._families: list[Children] = []
         self._numbers: dict[Lane, int] = {}  # of a lane, by its parent's number and its token
         self._lanes = [(0, 0.0)]  # number and score
         self._depth = 0
         self._best: list[float] = []  # the N best scores seen, the lowest first
+        self._bound = -math.inf  # nothing below it can enter the tree
 
     def extend(self, token_ids: Sequence[list[int]], scores: Sequence[list[float]], width: int | None) -> list[Lane]:
         """Take in the children of the lanes, [L, k]; returns the next lanes, best first."""
@@ -84,7 +93,12 @@ class _Search:
         return [(lane, token) for _, token, lane in fresh]
 
     def tree(self, max_depth: int) -> DraftTree:
-        return best_first_tree(self, node_budget=self._budget, max_depth=min(max_depth, self._depth), device=CPU)
+        """What the reference search selects of all that was scored. A rule counts what it takes: call once."""
+        return self._selected(max_depth, takes_all if self._rule is None else self._rule.takes)
+
+    def _selected(self, max_depth: int, takes: Callable[[float], bool]) -> DraftTree:
+        depth = min(max_depth, self._depth)
+        return best_first_tree(self, node_budget=self._budget, max_depth=depth, device=CPU, takes=takes)
 
     def root_state(self) -> int:
         return 0
@@ -95,11 +109,6 @@ class _Search:
     def children(self, state: int, slot: int) -> Children:
         return self._families[state] if state >= 0 else ([], [])
 
-    @property
-    def _bound(self) -> float:
-        """The N-th best score seen: nothing below it can enter the tree."""
-        return self._best[0] if len(self._best) == self._budget else -math.inf
-
     def _best_of(self, seen: list[Seen]) -> list[Seen]:
         """Those at or above the bound that they themselves raise; `seen` is sorted."""
         for negative, _, _ in seen:
@@ -109,6 +118,10 @@ class _Search:
                 heapq.heapreplace(self._best, -negative)
             else:
                 break
+        if len(self._best) == self._budget:
+            self._bound = self._best[0]
+        if self._rule is not None:
+            self._bound = max(self._bound, self._rule.bound(sorted(self._best, reverse=True)))
         return [node for node in seen if -node[0] >= self._bound]
 
     def _only(self, kept: list[Seen]) -> list[Seen]:
@@ -122,7 +135,7 @@ class _Search:
 
     def _settle_ties(self, fresh: list[Seen]) -> list[Seen]:
         """Of more nodes than the tree may have, equal ones at the end, those that the reference search selects."""
-        tree = self.tree(self._depth)
+        tree = self._selected(self._depth, takes_all)
         numbers: list[int] = []
         selected: set[Lane] = set()
         columns = (column[0].tolist() for column in (tree.token_ids, tree.parents, tree.depths))
