@@ -25,6 +25,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from . import few_rows
 from .decode.cache import TargetCache
 from .dtypes import parse_device, parse_dtype
 from .errors import UserError
@@ -42,7 +43,8 @@ class TargetOutput:
 
 
 class Target:
-    """Wraps a causal LM that keeps a rollback-able KV cache.
+    """Wraps a causal LM that keeps a rollback-able KV cache. The model is frozen, and its linear layers multiply as
+    `few_rows` says.
 
     Raises UserError when made around a model that speculative decoding cannot serve.
     """
@@ -50,6 +52,7 @@ class Target:
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         check_servable(model.config, type(model))
         self.model = model.eval().requires_grad_(False)
+        few_rows.speed_up(model)
         self.tokenizer = tokenizer
         self.config = model.config.get_text_config()
         self._layers, self._norm = _decoder_parts(model)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import few_rows
 from ..draft.head import DominoHead
 from ..draft.model import Embed
 from .children import PLAIN, Proposal, Scale
@@ -67,13 +68,13 @@ class PreparedHead:
         return self.head.first_step(self._gates(root_ids[:, None]))
 
     def advance(self, states: Tensor, token_ids: Tensor) -> Tensor:  # [B, L, G], [B, L] -> [B, L, G]
-        return self.head.step(self._gates(token_ids), states, _few_rows)
+        return self.head.step(self._gates(token_ids), states, few_rows.linear)
 
     def _gates(self, token_ids: Tensor) -> Tensor:  # [...] -> [..., 3G]
         return self._input_gates(token_ids) if self._table is None else self._table[token_ids]
 
     def _input_gates(self, token_ids: Tensor) -> Tensor:  # [...] -> [..., 3G]
-        return self.head.input_gates(self._embed(token_ids).to(self.head.input_weight.dtype), _few_rows)
+        return self.head.input_gates(self._embed(token_ids).to(self.head.input_weight.dtype), few_rows.linear)
 
     def _make_table(self, vocab_size: int) -> Tensor:  # [V, 3G]
         table = self.head.input_weight.new_empty(vocab_size, len(self.head.input_weight))
@@ -154,11 +155,3 @@ def greedy_rollout(lanes: ConditionalLanes, length: int) -> Tensor:  # [B, lengt
 def input_table_bytes(head: DominoHead, vocab_size: int) -> int:
     """Memory of `W_ih E`."""
     return vocab_size * head.input_weight.shape[0] * head.input_weight.element_size()
-
-
-def _few_rows(inputs: Tensor, weight: Tensor) -> Tensor:  # [..., K], [N, K] -> [..., N]
-    """F.linear. On a CPU the weight as the left factor is read once for up to 16 rows; as the right one, for 3."""
-    rows = inputs.flatten(0, -2)
-    if inputs.device.type != "cpu" or len(rows) <= 3:
-        return F.linear(inputs, weight)
-    return torch.mm(weight, rows.t()).t().reshape(*inputs.shape[:-1], len(weight))
