@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -56,6 +57,7 @@ class Target:
         self.tokenizer = tokenizer
         self.config = model.config.get_text_config()
         self._layers, self._norm = _decoder_parts(model)
+        self._capturing = Lock()
         # transformers renamed the argument that takes the cache in 5.2x.
         self._cache_argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
         if self._attention not in ("sdpa", "eager"):
@@ -194,15 +196,16 @@ class Target:
             return keep
 
         last = self.num_layers - 1
-        handles = [
-            (self._norm if layer == last else self._layers[layer]).register_forward_hook(hook(layer))
-            for layer in layer_ids
-        ]
-        try:
-            yield features
-        finally:
-            for handle in handles:
-                handle.remove()
+        with self._capturing:  # hooks are the model's: two threads would collect each other's features
+            handles = [
+                (self._norm if layer == last else self._layers[layer]).register_forward_hook(hook(layer))
+                for layer in layer_ids
+            ]
+            try:
+                yield features
+            finally:
+                for handle in handles:
+                    handle.remove()
 
     def _attention_mask(self, visible: Tensor, positions: Tensor, cache: TargetCache) -> Tensor | dict[str, Tensor]:
         """The 4-D mask, one a layer kind, over the committed tokens and the new ones."""

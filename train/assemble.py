@@ -64,6 +64,7 @@ def assemble(config: TrainConfig, output: Path) -> tuple[Trainer, Tracker]:
         Selection(samples, trained_on),
         Selection(samples, held_out),
         _open_cache(config, target, draft, samples),
+        _target_ahead(config, target),
         Validator(
             Selection(samples, held_out),
             max_new_tokens=config.validation.max_new_tokens,
@@ -89,6 +90,15 @@ def _open_cache(config: TrainConfig, target: Target, draft: DraftModel, samples:
     for sample in samples:
         cache.check(sample.sample_id, sample.token_ids)
     return cache
+
+
+def _target_ahead(config: TrainConfig, target: Target) -> Target | None:
+    """What computes features ahead. A CPU that trains has no cores to spare for it."""
+    if config.features == "cached":
+        return None
+    if config.features_device is None:
+        return target if target.device.type == "cuda" else None
+    return load_target(config.target, dtype=config.target.dtype, device=config.features_device)
 
 
 def _identity(config: TrainConfig, target: Target, draft: DraftModel, samples: SampleSet) -> dict[str, Any]:

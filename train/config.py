@@ -94,6 +94,7 @@ class TrainConfig:
     vocab_subset: int | None
     data_dir: str
     features: str
+    features_device: str | None
     output: str
     resume: str
     checkpoint_every: int
@@ -114,6 +115,8 @@ class TrainConfig:
         one_of("correction", self.correction, ("gru", "hidden_only"))
         one_of("attention", self.attention, ("auto", *ATTENTIONS))
         one_of("features", self.features, ("online", "cached"))
+        if self.features_device is not None and self.features == "cached":
+            raise UserError(f"features_device={self.features_device} computes features, but features=cached reads them")
         one_of("resume", self.resume, ("auto", "never"))
         one_of("precision", self.precision, ("float32", "bfloat16"))
         for name in ("num_anchors", "checkpoint_every", "keep_last", "logits_mib"):

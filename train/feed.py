@@ -34,6 +34,9 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         features = None if self.features is None else self.features.to(device)
+        if features is not None and device.type == "cuda":
+            # Memory of another stream's must not be given away before this one has read it.
+            features.record_stream(torch.cuda.current_stream(device))
         return MicroBatch(
             self.input_ids.to(device),
             self.loss_mask.to(device),

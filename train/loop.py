@@ -22,6 +22,7 @@ from .engine import make_engine
 from .feed import Feed, MicroBatch
 from .flops import Work, update_flops, work_of
 from .metrics import StepSums, peak_memory_gib, teacher_forced
+from .online import OnlineFeed
 from .profiling import Profile, Timeline, product_flops
 from .schedules import lambda_base, learning_rate_factor
 from .setup import check_same_everywhere, loss_vocabulary, target_size
@@ -33,7 +34,11 @@ from .validation import Validator
 
 
 class Trainer:
-    """Trains the draft's trainable weights; the target is only ever run forwards."""
+    """Trains the draft's trainable weights; the target is only ever run forwards.
+
+    `ahead`: the target that computes the next update's features while this one trains; without one, and without a
+    cache, they are computed when they are due.
+    """
 
     def __init__(
         self,
@@ -44,6 +49,7 @@ class Trainer:
         samples: Sequence[Sample],
         held_out: Sequence[Sample],
         cache: FeatureCache | None,
+        ahead: Target | None,
         validator: Validator,
         checkpoints: Checkpoints,
         tracker: Tracker,
@@ -92,7 +98,8 @@ class Trainer:
                 world_size=accelerator.num_processes,
             )
 
-        self._feed = make_feed(samples, config.optim.batch_size)
+        feed = make_feed(samples, config.optim.batch_size)
+        self._feed = feed if ahead is None else OnlineFeed(feed, ahead, draft.config.target_layer_ids)
         self._held_out = make_feed(held_out, len(held_out))
         self._resumed = checkpoints.restore(draft, resume=config.resume)
         check_same_everywhere(accelerator, self._resumed.update)
