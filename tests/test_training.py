@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from tiny_training import losses, make_home, records, stopping_at, words
+from torch._dynamo.utils import counters
 
 from data.samples import load_samples
 from dominotree.draft.checkpoint import load_draft
@@ -102,6 +104,17 @@ def test_features_made_ahead_of_an_update_are_those_made_when_it_is_due(home: Pa
         run = words(home, tmp_path / name, "backbone=trained", "validation.every=2", "optim.micro_batch_size=2", *more)
         assert train(run) == 0
     assert losses(tmp_path / "ahead") == losses(tmp_path / "due")
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_compiling_changes_no_loss(home: Path, tmp_path: Path) -> None:
+    counters.clear()
+    graphs = []
+    for name in ("false", "true"):
+        assert train(words(home, tmp_path / name, "backbone=trained", f"compile={name}", "optim.updates=2")) == 0
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[0] == 0 < graphs[1]
+    assert losses(tmp_path / "true") == pytest.approx(losses(tmp_path / "false"), rel=1e-5)
 
 
 def test_gradient_checkpointing_changes_no_loss(home: Path, tmp_path: Path) -> None:

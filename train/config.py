@@ -100,6 +100,7 @@ class TrainConfig:
     checkpoint_every: int
     keep_last: int
     gradient_checkpointing: bool
+    compile: bool
     attention: str
     logits_mib: int
     profile: bool

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from importlib.util import find_spec
@@ -133,6 +134,9 @@ def make_draft(config: TrainConfig, target: Target) -> DraftModel:
     draft.backbone.requires_grad_(config.backbone == "trained")
     draft.backbone.gradient_checkpointing = config.gradient_checkpointing
     draft.attention = None if config.attention == "auto" else config.attention
+    if config.compile:
+        _check_compiler(draft.device)
+        draft.backbone.compile_parts()
     if config.correction == "hidden_only":
         _silence_gru(draft)
     return draft.train()
@@ -175,6 +179,11 @@ def loss_vocabulary(target: Target, samples: Sequence[Sample], size: int | None)
     frequent = [token for token in np.argsort(-counts, kind="stable")[:size].tolist() if counts[token]]
     chosen = sorted(set(frequent) | set(target.end_token_ids))
     return LossVocabulary(lm_weight, torch.tensor(chosen, device=lm_weight.device))
+
+
+def _check_compiler(device: torch.device) -> None:
+    if device.type == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++"))):
+        raise UserError("compile=true needs a C++ compiler on a CPU, found none; install g++, or say compile=false")
 
 
 def _with_head(draft: DraftModel, head: HeadConfig, seed: int) -> DraftModel:

@@ -112,6 +112,12 @@ class DFlashBackbone(nn.Module):
         self.rotary_emb = ExactRotaryEmbedding(config.to_qwen3())
         self.gradient_checkpointing = False  # recompute each layer in the backward pass instead of storing it
 
+    def compile_parts(self) -> None:
+        """Compile what does not depend on how blocks attend: the layers' MLPs and norms (torch.compile)."""
+        for layer in self.layers:
+            for part in (layer.mlp, layer.input_layernorm, layer.post_attention_layernorm):
+                cast(nn.Module, part).compile(dynamic=True)
+
     def project_context(
         self,
         features: Tensor,  # [B, S, F] target features
