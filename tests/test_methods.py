@@ -16,6 +16,7 @@ from dominotree.tree.children import Proposal
 from dominotree.tree.nodes import DraftTree
 
 SCALE = {"draft_temperature": 1.0, "depth_term": 0.0}
+BUILT = {"builder": "auto", "input_table": False}
 WIDE = {"node_budget": 16, "candidate_width": 64, "node_topk": 8, **SCALE}
 OPTIONS: dict[str, dict[str, Any]] = {
     "ar": {},
@@ -23,11 +24,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "ddtree": {"node_budget": 16, **SCALE},
     "domino": {"input_table": False},
     "static_corrected": WIDE,
-    "dominotree": {**WIDE, "builder": "auto", "input_table": False},
+    "dominotree": {**WIDE, **BUILT},
     "dartree": {**WIDE, "node_budget": 64, "node_topk": 64, "width": 12, "input_table": False},
     "caddtree": {"cap": 64, "profile": ""},
-    "condadaptive": {"cap": 64, "profile": "", "candidate_width": 64, "node_topk": 8},
-    "adaptive": {"cap": 64, "profile": "", "candidate_width": 64, "node_topk": 8, "calibration": ""},
+    "condadaptive": {"cap": 64, "profile": "", "candidate_width": 64, "node_topk": 8, **BUILT},
+    "adaptive": {"cap": 64, "profile": "", "candidate_width": 64, "node_topk": 8, **BUILT, "calibration": ""},
 }
 EVERY_OPTION = ("node_budget", "candidate_width", "node_topk", *SCALE, "builder", "input_table", "width")
 TREES = [name for name, options in OPTIONS.items() if "node_budget" in options]
