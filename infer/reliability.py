@@ -17,6 +17,7 @@ from dominotree.tree.calibration import StepCalibration, fit_steps
 from infer.round_log import LOGIT_TEMPERATURES, LoggedRound
 
 BINS = 10
+SHOWN = 20  # nodes in a bin for it to be drawn: the share of fewer tells little
 
 
 @dataclass(frozen=True)
@@ -152,10 +153,10 @@ def plot_reliability(pairs: dict[float, tuple[Nodes, Nodes]], max_depth: int, pa
         for axis, title, nodes in zip(axes, ("before", "after calibration"), both, strict=False):
             axis.plot([0, 1], [0, 1], color="0.7", linewidth=1)
             for depth in range(1, min(max_depth, 5) + 1):
-                bins = nodes.at(depth).bins()
+                bins = [one for one in nodes.at(depth).bins() if one[2] >= SHOWN]
                 axis.plot([one[0] for one in bins], [one[1] for one in bins], marker="o", label=f"depth {depth}")
             axis.set(xlabel="predicted chance", ylabel="share accepted", xlim=(0, 1), ylim=(0, 1))
-            axis.set_title(f"T={temperature:g}, {title}")
+            axis.set_title(f"T={temperature:g}, {title}; bins of {SHOWN} nodes or more")
             axis.legend()
         depths = np.arange(1, max_depth + 1)
         for shift, label, nodes in zip((-0.2, 0.2), ("before", "after"), both, strict=True):
