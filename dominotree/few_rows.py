@@ -6,7 +6,7 @@ factor it does. For fewer rows, and for many, the usual order is as fast or fast
 
 from __future__ import annotations
 
-from types import MethodType
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -20,15 +20,17 @@ def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     rows = inputs.shape[:-1].numel()
     if not FEWEST <= rows <= MOST or inputs.device.type != "cpu" or inputs.dtype != torch.float32:
         return F.linear(inputs, weight, bias)
-    product = torch.mm(weight, inputs.reshape(rows, -1).t()).t().reshape(*inputs.shape[:-1], len(weight))
-    return product if bias is None else product + bias
+    columns = torch.mm(weight, inputs.reshape(rows, -1).t())
+    # Attention and softmax are slow on rows that do not lie in one piece.
+    product = columns.t().contiguous().view(*inputs.shape[:-1], len(weight))
+    return product if bias is None else product + bias.to(product.dtype)
 
 
 def speed_up(model: nn.Module) -> None:
     """Have the model's linear layers multiply so, but for subclasses and those with a forward of their own."""
     for module in model.modules():
         if type(module) is nn.Linear and "forward" not in vars(module):
-            module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
+            module.forward = partial(_forward, module)  # type: ignore[method-assign]
 
 
 def _forward(module: nn.Linear, inputs: Tensor) -> Tensor:

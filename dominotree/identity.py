@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .errors import UserError
+from .tree.builders import builder_for
 
 if TYPE_CHECKING:
     from .draft.model import DraftModel
@@ -27,6 +28,7 @@ def speed_identity(target: Target, draft: DraftModel) -> dict[str, str]:
         "processor": processor_name(),
         "device": torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else "cpu",
         "threads": str(torch.get_num_threads()),
+        "tree builder": builder_for("auto", target.device),
         "dtype": str(target.dtype).removeprefix("torch."),
         "torch": version("torch"),
         "transformers": version("transformers"),

@@ -31,7 +31,7 @@ from dominotree.tree.children import Proposal
 from dominotree.tree.nodes import DraftTree
 from infer.measured_config import ProfileConfig, output_path
 
-WARM_UP_ROUNDS = 2  # the first round drafts behind the whole prompt, and first calls cost more
+WARM_UP_ROUNDS = 2  # the first round drafts behind the whole prompt; after these comes each size once, to prepare it
 Seconds = dict[str, float]
 
 
@@ -99,7 +99,8 @@ def time_rounds(
     Raises UserError where it might not fit into the target's context.
     """
     shuffled = random.Random(config.seed)
-    sizes = [config.node_counts[-1]] * WARM_UP_ROUNDS
+    sizes = [config.node_counts[-1]] * WARM_UP_ROUNDS + list(config.node_counts)
+    warm_up = len(sizes)
     for _ in range(config.repeats):
         sizes += shuffled.sample(config.node_counts, len(config.node_counts))
     longest = (len(sizes) + 1) * (draft.config.draft_length + 1)
@@ -116,7 +117,7 @@ def time_rounds(
     )
     length, times = context_length, Times()
     for index, round_ in enumerate(islice(rounds, 1 + len(sizes))):
-        if index > WARM_UP_ROUNDS:
+        if index > warm_up:
             times.rounds[sizes[index - 1]].append(round_.seconds)
             times.context_lengths.append(length)
         length += len(round_.token_ids) if index else 0

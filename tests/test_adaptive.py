@@ -146,7 +146,18 @@ def test_builders_are_told_the_committed_tokens_and_the_temperature(measured: Me
 
 
 @pytest.mark.parametrize(
-    "key", ["processor", "device", "threads", "dtype", "torch", "transformers", "target shapes", "draft shapes"]
+    "key",
+    [
+        "processor",
+        "device",
+        "threads",
+        "tree builder",
+        "dtype",
+        "torch",
+        "transformers",
+        "target shapes",
+        "draft shapes",
+    ],
 )
 @pytest.mark.parametrize("name", ADAPTIVE)
 def test_a_profile_of_another_machine_or_model_is_refused_by_name(measured: Measured, name: str, key: str) -> None:

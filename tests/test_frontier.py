@@ -140,6 +140,22 @@ def test_a_rule_ends_the_frontier_where_it_ends_best_first_search(
         assert listed(tree, row) == by_heap(children, row, len(steps), max_depth, takes=takes)
 
 
+def test_what_a_rule_cannot_take_is_not_scored() -> None:
+    """Costs that rise by a fifth of a round a node, so that unlikely nodes cannot matter."""
+    scored_lanes = {False: 0, True: 0}
+
+    class Counting(AllAtOnce):
+        def children(self, slot: int, states: Tensor) -> tuple[Tensor, Tensor]:
+            scored_lanes[ruled] += states.shape[1]
+            return super().children(slot, states)
+
+    seconds = [1 + 0.2 * n for n in range(25)]
+    for seed, ruled in itertools.product(range(20), (False, True)):
+        rules = [StoppingRule(seconds)] if ruled else None
+        host_frontier_tree(Counting(RandomChildren((seed,), 4, ())), node_budget=24, max_depth=5, rules=rules)
+    assert 20 < scored_lanes[True] < 0.6 * scored_lanes[False]
+
+
 @pytest.mark.parametrize("build", FRONTIERS)
 @given(children=scored((*TIED, -math.inf)), budget=BUDGETS, max_depth=DEPTHS)
 @settings(deadline=None, max_examples=100)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,15 @@ def test_features_are_the_hidden_states_after_each_layer(family: str) -> None:
         # The one after the last layer is post-norm there.
         torch.testing.assert_close(features, expected.hidden_states[layer + 1], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(output.logits, expected.logits, rtol=1e-5, atol=1e-5)
+
+
+def test_threads_that_share_a_target_get_their_own_features() -> None:
+    target = make_target()
+    prompts = [torch.arange(2, 3 + length)[None] for length in range(1, 9)]
+    expected = [target.features(ids, (0, 1)) for ids in prompts]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda ids: target.features(ids, (0, 1)), prompts * 25))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected * 25, strict=True))
 
 
 def test_features_come_in_the_order_asked_for_and_from_those_layers_only() -> None:

@@ -27,7 +27,7 @@ def test_the_tiny_recipe_gives_a_drafter_in_the_published_order(
     )
     tau = json.loads((head / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])
     assert 1.2 < tau["tau/dflash"] < tau["tau/domino"] < tau["tau/dominotree"]
-    assert tau["tau/dflash"] < tau["tau/ddtree"] < tau["tau/dominotree"]
+    assert tau["tau/dflash"] < tau["tau/ddtree"] < tau["tau/static_corrected"] < tau["tau/dominotree"]
     capsys.readouterr()
     asked = [target, f"draft={head / 'last'}", "prompt=def main(argv):\n", "compare=true", "max_new_tokens=48"]
     assert generate([*asked, "device=cpu", "dtype=float32"]) == 0

@@ -99,11 +99,14 @@ def test_backbone_and_head_are_trained_together_and_a_backbone_alone(home: Path,
 
 
 def test_features_made_ahead_of_an_update_are_those_made_when_it_is_due(home: Path, tmp_path: Path) -> None:
-    """Validations run the target in between, of which the thread that works ahead must not see anything."""
-    for name, more in (("due", []), ("ahead", ["features_device=cpu"])):
+    for name, more in {
+        "due": ["features=online"],
+        "ahead": ["features=ahead"],
+        "elsewhere": ["features=ahead", "features_device=cpu"],
+    }.items():
         run = words(home, tmp_path / name, "backbone=trained", "validation.every=2", "optim.micro_batch_size=2", *more)
         assert train(run) == 0
-    assert losses(tmp_path / "ahead") == losses(tmp_path / "due")
+    assert losses(tmp_path / "ahead") == losses(tmp_path / "elsewhere") == losses(tmp_path / "due")
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
@@ -268,8 +271,8 @@ def exact_losses(home: Path, tmp_path_factory: pytest.TempPathFactory) -> list[f
         (["max_length=8"], ["too_long 12"]),
         (["data_dir=nowhere"], ["nowhere"]),
         (["features=cached"], ["features"]),
-        (["features=cached", "features_device=cpu"], ["features_device=cpu", "features=cached"]),
-        (["features_device=cuda:7"], ["cuda:7"]),
+        (["features_device=cpu"], ["features_device=cpu goes with features=ahead"]),
+        (["features=ahead", "features_device=cuda:7"], ["cuda:7"]),
         (["draft=DIR/other_draft"], ["does not fit"]),
         (["target=DIR/base"], ["chat template"]),
         (["max_length=300"], ["max_length=300", "256"]),

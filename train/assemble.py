@@ -6,6 +6,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import DistributedType
+
 from data.features import FeatureCache, feature_key
 from data.models import load_target
 from data.provenance import target_fingerprint, weights_fingerprint
@@ -18,7 +20,7 @@ from .checkpoints import Checkpoints
 from .config import TrainConfig
 from .loop import Trainer
 from .provenance import describe_run
-from .setup import make_accelerator, make_draft
+from .setup import check_features_device, make_accelerator, make_draft
 from .tracking import Tracker
 from .updates import Selection, split_held_out
 from .validation import Validator
@@ -35,7 +37,6 @@ IDENTITY = (
     "num_anchors",
     "max_length",
     "vocab_subset",
-    "features",
     "seed",
     "precision",
 )
@@ -44,6 +45,7 @@ IDENTITY = (
 def assemble(config: TrainConfig, output: Path) -> tuple[Trainer, Tracker]:
     """Load target, draft and data, and hold samples out. Raises UserError for whatever does not go together."""
     accelerator = make_accelerator(config)
+    check_features_device(config, accelerator)
     target = load_target(config.target, dtype=config.target.dtype, device=str(accelerator.device))
     if target.tokenizer is None:
         raise UserError("training needs the target's tokenizer and chat template, this target has none")
@@ -51,6 +53,8 @@ def assemble(config: TrainConfig, output: Path) -> tuple[Trainer, Tracker]:
         raise UserError(
             f"max_length={config.max_length} exceeds the target's context of {target.context_length} tokens"
         )
+    if config.compile and accelerator.distributed_type == DistributedType.DEEPSPEED:
+        raise UserError("compile=true has not been tried with DeepSpeed's engines; say compile=false")
     draft = make_draft(config, target)
     samples = load_samples(Path(config.data_dir), target.tokenizer, max_length=config.max_length)
     trained_on, held_out = split_held_out(len(samples), config.validation.samples, config.seed)
@@ -84,7 +88,7 @@ def assemble(config: TrainConfig, output: Path) -> tuple[Trainer, Tracker]:
 
 def _open_cache(config: TrainConfig, target: Target, draft: DraftModel, samples: SampleSet) -> FeatureCache | None:
     """The feature cache, checked to hold every sample: better now than in the middle of training."""
-    if config.features == "online":
+    if config.features != "cached":
         return None
     cache = FeatureCache.open(Path(config.data_dir) / "features", feature_key(target, draft.config.target_layer_ids))
     for sample in samples:
@@ -93,11 +97,11 @@ def _open_cache(config: TrainConfig, target: Target, draft: DraftModel, samples:
 
 
 def _target_ahead(config: TrainConfig, target: Target) -> Target | None:
-    """What computes features ahead. A CPU that trains has no cores to spare for it."""
-    if config.features == "cached":
+    """What computes features ahead of the updates; None where they are computed when they are due, or cached."""
+    if config.features != "ahead":
         return None
     if config.features_device is None:
-        return target if target.device.type == "cuda" else None
+        return target
     return load_target(config.target, dtype=config.target.dtype, device=config.features_device)
 
 
@@ -107,6 +111,7 @@ def _identity(config: TrainConfig, target: Target, draft: DraftModel, samples: S
     del optim["micro_batch_size"]  # changes the memory alone
     return {
         **{name: getattr(config, name) for name in IDENTITY},
+        "features": "cached" if config.features == "cached" else "online",  # ahead or not: the same ones
         **{f"optim.{name}": value for name, value in optim.items()},
         "validation.samples": config.validation.samples,
         "data": samples.fingerprint,

@@ -115,9 +115,9 @@ class TrainConfig:
         one_of("prefixes", self.prefixes, ("teacher_forced", "self_generated"))
         one_of("correction", self.correction, ("gru", "hidden_only"))
         one_of("attention", self.attention, ("auto", *ATTENTIONS))
-        one_of("features", self.features, ("online", "cached"))
-        if self.features_device is not None and self.features == "cached":
-            raise UserError(f"features_device={self.features_device} computes features, but features=cached reads them")
+        one_of("features", self.features, ("online", "ahead", "cached"))
+        if self.features_device is not None and self.features != "ahead":
+            raise UserError(f"features_device={self.features_device} goes with features=ahead, got {self.features}")
         one_of("resume", self.resume, ("auto", "never"))
         one_of("precision", self.precision, ("float32", "bfloat16"))
         for name in ("num_anchors", "checkpoint_every", "keep_last", "logits_mib"):

@@ -79,6 +79,10 @@ class CostConfig:
             at_least(name, getattr(self, name), 1)
         if not 1 <= self.answer_tokens <= self.tokens:
             raise UserError(f"answer_tokens must lie in 1..tokens={self.tokens}, got {self.answer_tokens}")
+        if self.anchors > self.answer_tokens:
+            raise UserError(
+                f"anchors must be different tokens of the answer: at most {self.answer_tokens}, got {self.anchors}"
+            )
         if not self.peak_tflops > 0 or not 0 < self.utilisation <= 1:
             raise UserError(
                 "peak_tflops must be positive and utilisation lie above 0 and up to 1, got "
@@ -114,9 +118,11 @@ def sample_work(config: CostConfig) -> Work:
     return work_of([config.tokens], anchors, config.block_size, config.anchors * config.block_size)
 
 
-def disk_bytes(shape: TargetShape, config: CostConfig, bytes_a_number: int) -> int:
+def disk_bytes(shape: TargetShape, config: CostConfig, storage: str) -> int:
     """Of cached features."""
-    return config.samples * config.tokens * config.features * shape.hidden * bytes_a_number
+    from data.features import predict_bytes
+
+    return config.samples * predict_bytes([config.tokens], shape.hidden, config.features, storage)
 
 
 def cost(config: CostConfig) -> int:
@@ -136,7 +142,7 @@ def cost(config: CostConfig) -> int:
             for trains in (True, False)
             for online in (True, False)
         ]
-        disks = [f"{disk_bytes(shape, config, width) / 1e12:.1f} TB" for width in (2, 1)]
+        disks = [f"{disk_bytes(shape, config, storage) / 1e12:.1f} TB" for storage in ("bfloat16", "int8")]
         table.add_row(name, *hours, *disks)
     Console(width=110).print(table)
     return 0

@@ -33,10 +33,10 @@ class MicroBatch:
     lengths: tuple[int, ...]  # [B] tokens of each sample
 
     def to(self, device: torch.device) -> MicroBatch:
+        if self.features is not None and self.features.is_cuda:
+            # Made in another stream: that one must not reuse the memory before this one has read it.
+            self.features.record_stream(torch.cuda.current_stream(self.features.device))
         features = None if self.features is None else self.features.to(device)
-        if features is not None and device.type == "cuda":
-            # Memory of another stream's must not be given away before this one has read it.
-            features.record_stream(torch.cuda.current_stream(device))
         return MicroBatch(
             self.input_ids.to(device),
             self.loss_mask.to(device),

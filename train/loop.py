@@ -22,7 +22,7 @@ from .engine import make_engine
 from .feed import Feed, MicroBatch
 from .flops import Work, update_flops, work_of
 from .metrics import StepSums, peak_memory_gib, teacher_forced
-from .online import OnlineFeed
+from .online import FeedAhead
 from .profiling import Profile, Timeline, product_flops
 from .schedules import lambda_base, learning_rate_factor
 from .setup import check_same_everywhere, loss_vocabulary, target_size
@@ -99,7 +99,7 @@ class Trainer:
             )
 
         feed = make_feed(samples, config.optim.batch_size)
-        self._feed = feed if ahead is None else OnlineFeed(feed, ahead, draft.config.target_layer_ids)
+        self._feed = feed if ahead is None else FeedAhead(feed, ahead, draft.config.target_layer_ids)
         self._held_out = make_feed(held_out, len(held_out))
         self._resumed = checkpoints.restore(draft, resume=config.resume)
         check_same_everywhere(accelerator, self._resumed.update)

@@ -1,4 +1,4 @@
-"""Online features ahead of time: the target runs on the next samples while the drafter trains on the present ones."""
+"""features=ahead: the target runs on the next samples while the drafter trains on the present ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dominotree.target import Target
 from .feed import Feed, MicroBatch
 
 
-class OnlineFeed:
+class FeedAhead:
     """A feed whose micro-batches come with features, made by the thread that takes them.
 
     On a GPU in a stream of its own, so that the draft's work does not wait for the target's; it is done when a

@@ -53,6 +53,20 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
     return accelerator
 
 
+def check_features_device(config: TrainConfig, accelerator: Accelerator) -> None:
+    """Raises UserError where a device of its own for the target is none, or would be shared by several processes."""
+    if config.features_device is None:
+        return
+    device = parse_device(config.features_device)
+    if device.type == "cuda" and accelerator.num_processes > 1:
+        raise UserError(
+            f"features_device={config.features_device} is for one process, {accelerator.num_processes} were launched; "
+            "leave it out: each computes features on its own GPU"
+        )
+    if device.type == "cuda" and (device.index or 0) == (accelerator.device.index or 0):
+        raise UserError(f"features_device={config.features_device} trains already; leave it out")
+
+
 def check_same_everywhere(accelerator: Accelerator, update: int) -> None:
     """Raises UserError where processes go on from different updates: those of one machine do not see the files of
     another."""
@@ -182,7 +196,8 @@ def loss_vocabulary(target: Target, samples: Sequence[Sample], size: int | None)
 
 
 def _check_compiler(device: torch.device) -> None:
-    if device.type == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++"))):
+    names = (os.environ.get("CXX", "g++"), "g++", "clang++", "c++")
+    if device.type == "cpu" and not any(map(shutil.which, names)):
         raise UserError("compile=true needs a C++ compiler on a CPU, found none; install g++, or say compile=false")
 
 

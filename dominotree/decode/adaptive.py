@@ -1,11 +1,12 @@
 """Methods that choose the node budget of every round from the draft's confidence and the measured costs (CaDDTree).
 
-The tree grows best first and stops at the first node that is not worth its verification; what cannot be worth it is not
-scored.
+The tree grows best first and stops at the first node that is not worth its verification. On a CPU, what cannot be worth
+it is not scored; where builds are captured, the whole tree is built and cut.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,7 +16,7 @@ from ..draft.model import DraftModel
 from ..errors import UserError
 from ..target import Target
 from ..tree.budget import CostModel, StoppingRule
-from ..tree.builders import ConditionalTree
+from ..tree.builders import ConditionalTree, builds_whole
 from ..tree.calibration import StepCalibration
 from ..tree.children import MarginalScorer, Proposal
 from ..tree.heap import best_first_tree
@@ -67,11 +68,11 @@ class _CostAware(Method):
 
     def rule(self, proposal: Proposal) -> StoppingRule:
         assert self._files.profile is not None, "check comes first"
-        costs = self._costs(self._files.profile, proposal.temperature)
+        costs = self._costs(self._files.profile, proposal)
         return StoppingRule(costs.round_seconds(proposal.context_length, self.cap))
 
-    def _costs(self, profile: Profile, temperature: float) -> CostModel:
-        return profile.costs(temperature, with_build=True)
+    @abstractmethod
+    def _costs(self, profile: Profile, proposal: Proposal) -> CostModel: ...
 
 
 @dataclass(frozen=True)
@@ -80,8 +81,8 @@ class CaDDTree(_CostAware):
 
     name = "caddtree"
 
-    def _costs(self, profile: Profile, temperature: float) -> CostModel:
-        return profile.costs(temperature, with_build=False)  # as published
+    def _costs(self, profile: Profile, proposal: Proposal) -> CostModel:
+        return profile.costs(proposal.temperature, with_build=False)  # as published
 
     @torch.no_grad()
     def build(self, proposal: Proposal) -> DraftTree:
@@ -107,6 +108,10 @@ class CondAdaptive(Conditional, _CostAware):
     def build(self, proposal: Proposal) -> DraftTree:
         builder = self.tree_builder(proposal.hidden.device, self.steps(proposal.temperature))
         return builder.build(proposal, self.rule(proposal))
+
+    def _costs(self, profile: Profile, proposal: Proposal) -> CostModel:
+        costs = profile.costs(proposal.temperature, with_build=True)
+        return costs.building_all(self.cap) if builds_whole(self.builder, proposal.hidden.device) else costs
 
     def steps(self, temperature: float) -> StepCalibration | None:
         """What turns probabilities into chances; None leaves them as they are."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, takewhile
 
 import numpy as np
@@ -16,7 +16,7 @@ from scipy.optimize import nnls
 
 from ..errors import UserError
 
-BOUND_SLACK = 1e-9  # for rounding: the rule divides where the bound multiplies
+ROUNDING = 1e-12  # the rule divides where the bound multiplies
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,12 @@ class CostModel:
         """Seconds of a round with 0, 1, … `cap` nodes behind `context_length` tokens."""
         return (self.draft_seconds + self._verify(context_length, cap) + _extended(self.build_seconds, cap)).tolist()
 
+    def building_all(self, cap: int) -> CostModel:
+        """The same where all `cap` nodes are built whatever is verified."""
+        return replace(
+            self, build_seconds=(float(_extended(self.build_seconds, cap)[-1]),) * len(self.verify_seconds[0])
+        )
+
     def _verify(self, context_length: int, cap: int) -> np.ndarray:  # [1 + cap]
         after = bisect.bisect_right(self.context_lengths, context_length)
         if after in (0, len(self.context_lengths)):
@@ -72,7 +78,7 @@ class StoppingRule:
         self._seconds = seconds
         self._tokens = 1.0
         self._size = 0
-        rises = [after / before - 1 for before, after in pairwise(seconds)]
+        rises = [after / before - 1 - ROUNDING for before, after in pairwise(seconds)]
         self._least_rise = list(accumulate(reversed(rises), min))[::-1]  # [cap] of this size and all larger ones
 
     def takes(self, log_chance: float) -> bool:
@@ -96,7 +102,7 @@ class StoppingRule:
         for place, rise in enumerate(self._least_rise):
             log_chance = log_chances[place] if place < len(log_chances) else -math.inf
             if math.exp(log_chance) <= tokens * rise:
-                return min(above, math.log(tokens * rise) if rise else -math.inf) - BOUND_SLACK
+                return min(above, math.log(tokens * rise))
             tokens, above = tokens + math.exp(log_chance), log_chance
         return above  # all places are taken by nodes that may be worth it
 

@@ -79,6 +79,11 @@ def builder_for(name: str, device: torch.device) -> str:
     return MEASURED_BEST.get(device.type, "heap") if name == "auto" else name
 
 
+def builds_whole(name: str, device: torch.device) -> bool:
+    """Whether a builder makes the whole tree before a rule cuts it, so that what is cut has been paid for."""
+    return builder_for(name, device) == "graph" or (device.type == "cuda" and builder_for(name, device) == "frontier")
+
+
 def make_builder(
     name: str, device: torch.device, tree: ConditionalTree, prepared: Kept[PreparedHead] | None = None
 ) -> TreeBuilder:
@@ -243,7 +248,7 @@ def make_chain_builder(device: torch.device, *, input_table: bool) -> Builder:
 
 
 def _cut(tree: DraftTree, rule: StoppingRule | None) -> DraftTree:
-    """What a rule leaves of a tree that is wholly built; places without a node have no chance."""
+    """What a rule leaves of a whole tree, by its float32 scores; places without a node have no chance."""
     if rule is None:
         return tree
     assert tree.path_log_probs is not None

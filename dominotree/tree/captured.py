@@ -46,7 +46,8 @@ class Captured(Generic[T]):
                     self._body()
             current.wait_stream(side)
             self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):
+            # Other threads may use the GPU meanwhile, as the one that computes features ahead of training.
+            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
                 self._output = self._body()
 
 
