@@ -33,7 +33,7 @@ from infer.console import Console
 from infer.measurements import RUN_FILE, Key, Measurement, cut_half_line, read_measurements
 from infer.measuring import Bench, Contender
 from infer.models import check_loading, note_untrained
-from infer.processes import find_processes
+from infer.processes import find_processes, share_out
 from infer.progress import Progress
 from infer.prompt_sets import NamedPrompt, check_lengths, load_prompt_sets
 from infer.records import RecordWriter
@@ -83,14 +83,17 @@ class BenchmarkRun:
         provenance: dict[str, Any],
     ) -> None:
         """Records for this process's share of the prompts, each written before the next is measured."""
-        mine = list(enumerate(prompts))[self._processes.index :: self._processes.count]
         temperatures = self._config.temperatures
-        keys = [key for _, named in mine for temperature in temperatures for key in bench.keys(named, temperature)]
+        keys = [[key for each in temperatures for key in bench.keys(named, each)] for named in prompts]
+        takers = share_out(map(len, keys), self._processes.count)
+        mine = [place for place, taker in enumerate(takers) if taker == self._processes.index]
+        total = sum(len(keys[place]) for place in mine)
+        finished = sum(key in done for place in mine for key in keys[place])
         tracker = start_wandb(self._config.tracking, self._folder, provenance) if self._processes.is_main else None
-        with Progress(len(keys), sum(key in done for key in keys), shown=self._processes.is_main) as progress:
-            for place, named in mine:
+        with Progress(total, finished, shown=self._processes.is_main, processes=self._processes.count) as progress:
+            for place in mine:
                 for temperature in temperatures:
-                    for measurement in bench.measure(named, temperature, place, done):
+                    for measurement in bench.measure(prompts[place], temperature, place, done):
                         writer.write(measurement.record())
                         progress.step(measurement)
                         if tracker is not None:

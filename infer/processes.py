@@ -1,9 +1,9 @@
-"""The processes that `accelerate launch` started, or the one there is: each takes every n-th prompt."""
+"""The processes that `accelerate launch` started, or the one there is, and what each of them takes."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -44,3 +44,14 @@ def find_processes(device: str) -> Processes:
             "accelerate launch --multi_gpu, or --cpu on CPUs"
         )
     return Processes(state.process_index, launched, str(state.device), state.wait_for_everyone)
+
+
+def share_out(loads: Iterable[int], count: int) -> list[int]:
+    """Which of `count` processes takes each piece of work, in order: the one that has least to do so far."""
+    given = [0] * count
+    takers = []
+    for load in loads:
+        taker = given.index(min(given))
+        given[taker] += load
+        takers.append(taker)
+    return takers

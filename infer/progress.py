@@ -14,9 +14,11 @@ LINE_EVERY = 30.0  # seconds
 
 
 class Progress:
-    """Counts generations, `done` of them before; the time left supposes that they go on as before."""
+    """Counts generations, `done` of them before; the time left supposes that they go on as before. One of several
+    `processes` counts its own share."""
 
-    def __init__(self, total: int, done: int, *, shown: bool) -> None:
+    def __init__(self, total: int, done: int, *, shown: bool, processes: int = 1) -> None:
+        self._what = "generations" if processes == 1 else f"generations of the first of {processes} processes"
         self._total, self._done, self._before = total, done, done
         self._bar = shown and sys.stderr.isatty()
         self._lines = shown and not self._bar
@@ -25,9 +27,9 @@ class Progress:
 
     def __enter__(self) -> Progress:
         if self._bar:
-            self._advance = self._stack.enter_context(progress_bar("generations", self._total, done=self._done))
+            self._advance = self._stack.enter_context(progress_bar(self._what, self._total, done=self._done))
         elif self._lines and self._before:
-            self._print(f"{self._done} of {self._total} generations are there already")
+            self._print(f"{self._done} of {self._total} {self._what} are there already")
         return self
 
     def __exit__(
@@ -48,7 +50,7 @@ class Progress:
             elapsed = now - self._started
             left = elapsed / (self._done - self._before) * (self._total - self._done)
             self._print(
-                f"{self._done}/{self._total} generations, {_clock(elapsed)} so far, {_clock(left)} left; {note}"
+                f"{self._done}/{self._total} {self._what}, {_clock(elapsed)} so far, {_clock(left)} left; {note}"
             )
 
     @staticmethod

@@ -29,7 +29,7 @@ from dominotree.decode.stopping import Stopping
 from infer.benchmark import BENCHMARK, main
 from infer.benchmark_config import dataset_label
 from infer.measurements import STAGES, Key, Measurement, read_measurements
-from infer.processes import Processes
+from infer.processes import Processes, share_out
 from infer.prompt_sets import NamedPrompt
 from infer.report import REPORT
 from infer.report import main as main_report
@@ -256,6 +256,15 @@ def test_two_runs_do_not_share_a_folder(
 
 def _taken(*_: Any, **__: Any) -> None:
     raise infer.benchmark_run.Timeout("lock")
+
+
+def test_work_is_shared_out_evenly_however_it_comes() -> None:
+    assert share_out([1, 1, 1, 1], 2) == [0, 1, 0, 1]
+    loads = [1, 1, 1, 2] * 10  # a set of chats with two turns in every fourth place
+    for count in (2, 3):
+        takers = share_out(loads, count)
+        sums = [sum(load for load, taker in zip(loads, takers, strict=True) if taker == one) for one in range(count)]
+        assert max(sums) - min(sums) <= max(loads)
 
 
 def test_every_process_takes_its_share(line: list[str], output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
