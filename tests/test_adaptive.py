@@ -12,14 +12,17 @@ import torch
 from conftest import draft_block, greedy, make_draft, make_target
 from measured_files import ADAPTIVE, CAP, Measured, write_measured
 
+from data.models import SMOLLM2_DRAFTER
 from dominotree.decode.adaptive import CondAdaptive
+from dominotree.decode.base import CANDIDATE_WIDTH
 from dominotree.decode.cache import TargetCache
 from dominotree.decode.loop import decode, decode_rounds
-from dominotree.decode.measured import Profile
+from dominotree.decode.measured import CALIBRATION, FittedCalibration, Profile
 from dominotree.decode.methods import Method, make_method
 from dominotree.decode.sampling import Sampling
+from dominotree.draft.checkpoint import load_draft
 from dominotree.errors import UserError
-from dominotree.identity import speed_identity
+from dominotree.identity import speed_identity, weights_fingerprint
 from dominotree.tree.budget import StoppingRule
 from dominotree.tree.builders import CapturedFrontier
 from dominotree.tree.children import Proposal
@@ -174,6 +177,14 @@ def test_a_calibration_of_other_weights_is_refused(measured: Measured) -> None:
         measured.draft.head.output_rows.mul_(2.0)
     with pytest.raises(UserError, match=r"calibration.json was made with draft weights .*python -m infer.calibrate"):
         decode(measured.target, measured.draft, method, PROMPT, max_new_tokens=4)
+
+
+def test_the_calibration_that_ships_is_of_the_drafter_that_ships() -> None:
+    draft = load_draft(SMOLLM2_DRAFTER)
+    fitted = FittedCalibration.read(str(SMOLLM2_DRAFTER / CALIBRATION))
+    assert fitted.made_on["draft weights"] == weights_fingerprint(draft)
+    assert fitted.calibration.candidate_width == CANDIDATE_WIDTH
+    assert {len(steps.offsets) for steps in fitted.calibration.steps} == {draft.config.draft_length}
 
 
 def test_a_calibration_of_another_normalisation_is_refused(measured: Measured) -> None:
