@@ -125,6 +125,12 @@ def test_build_seconds_are_counted_where_they_are_given() -> None:
     assert costs.round_seconds(5, 3) == pytest.approx([1.5, 2.1, 3.3, 4.5])
 
 
+def test_a_tree_that_is_built_whole_costs_its_building_whatever_is_verified() -> None:
+    costs = CostModel((1,), ((1.0, 1.5, 2.5),), draft_seconds=0.5, build_seconds=(0.0, 0.1, 0.3))
+    assert costs.building_all(2).round_seconds(5, 2) == pytest.approx([1.8, 2.3, 3.3])
+    assert costs.building_all(1).round_seconds(5, 1) == pytest.approx([1.6, 2.1])
+
+
 @settings(max_examples=50, deadline=None)
 @given(data=st.data())
 def test_the_fit_is_monotone_and_convex_whatever_was_measured(data: st.DataObject) -> None:

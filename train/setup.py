@@ -63,7 +63,8 @@ def check_features_device(config: TrainConfig, accelerator: Accelerator) -> None
             f"features_device={config.features_device} is for one process, {accelerator.num_processes} were launched; "
             "leave it out: each computes features on its own GPU"
         )
-    if device.type == "cuda" and (device.index or 0) == (accelerator.device.index or 0):
+    same_kind = device.type == accelerator.device.type == "cuda"
+    if same_kind and (device.index or 0) == (accelerator.device.index or 0):
         raise UserError(f"features_device={config.features_device} trains already; leave it out")
 
 
