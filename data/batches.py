@@ -1,4 +1,4 @@
-"""Samples side by side, and the order in which they come. Shapes: B samples, S tokens."""
+"""Samples in rows, and the order in which they come. Shapes: B rows, S tokens."""
 
 from __future__ import annotations
 
@@ -17,20 +17,42 @@ from dominotree.errors import UserError
 class Batch:
     input_ids: Tensor  # [B, S] int64
     loss_mask: Tensor  # [B, S] bool, False on padding
-    sample_ids: list[int]
+    starts: Tensor  # [B, S] int64, where in its row each token's sample begins; padding begins at its own place
 
 
-def collate(samples: Sequence[Sample], pad_id: int) -> Batch:
-    """Samples padded on the right to the longest. Raises UserError for no samples."""
-    if not samples:
-        raise UserError("a batch needs at least one sample, got none")
-    longest = max(len(sample.token_ids) for sample in samples)
-    input_ids = torch.full((len(samples), longest), pad_id, dtype=torch.int64)
-    loss_mask = torch.zeros(len(samples), longest, dtype=torch.bool)
-    for row, sample in enumerate(samples):
-        input_ids[row, : len(sample.token_ids)] = torch.tensor(sample.token_ids)
-        loss_mask[row, : len(sample.loss_mask)] = torch.tensor(sample.loss_mask)
-    return Batch(input_ids, loss_mask, [sample.sample_id for sample in samples])
+def pack(samples: Sequence[Sample], row_length: int | None) -> list[list[Sample]]:
+    """Which samples share a row: each goes into the first row that still has room for it among `row_length` tokens.
+    A longer one, and every one where `row_length` is None, gets a row of its own."""
+    rows: list[list[Sample]] = []
+    room: list[int] = []
+    for sample in samples:
+        length = len(sample.token_ids)
+        row = next((row for row, left in enumerate(room) if length <= left), len(rows))
+        if row == len(rows):
+            rows.append([])
+            room.append(0 if row_length is None else row_length)
+        rows[row].append(sample)
+        room[row] -= length
+    return rows
+
+
+def collate(rows: Sequence[Sequence[Sample]], pad_id: int) -> Batch:
+    """Samples end to end in their rows, padded on the right to the longest row. Raises UserError for no samples."""
+    if not rows or not all(rows):
+        raise UserError("a batch needs at least one sample, and none of its rows may be empty")
+    longest = max(sum(len(sample.token_ids) for sample in row) for row in rows)
+    input_ids = torch.full((len(rows), longest), pad_id, dtype=torch.int64)
+    loss_mask = torch.zeros(len(rows), longest, dtype=torch.bool)
+    starts = torch.arange(longest).repeat(len(rows), 1)
+    for index, row in enumerate(rows):
+        start = 0
+        for sample in row:
+            end = start + len(sample.token_ids)
+            input_ids[index, start:end] = torch.tensor(sample.token_ids)
+            loss_mask[index, start:end] = torch.tensor(sample.loss_mask)
+            starts[index, start:end] = start
+            start = end
+    return Batch(input_ids, loss_mask, starts)
 
 
 def epoch_order(count: int, seed: int, epoch: int) -> list[int]:

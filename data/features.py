@@ -100,9 +100,11 @@ class FeatureCache:
                 return stored
             return dequantise(stored, shard.get_tensor(f"{sample_id}.scale"))
 
-    def get_batch(self, sample_ids: Sequence[int]) -> Tensor:  # [B, S, F] bfloat16
-        """The features of several samples, padded on the right with zeros. Raises UserError where one is missing."""
-        return pad_sequence([self.get(sample_id) for sample_id in sample_ids], batch_first=True)
+    def get_batch(self, rows: Sequence[Sequence[int]]) -> Tensor:  # [B, S, F] bfloat16
+        """The features of the samples of every row end to end, padded on the right with zeros. Raises UserError where
+        one is missing."""
+        joined = [torch.cat([self.get(sample_id) for sample_id in row]) for row in rows]
+        return pad_sequence(joined, batch_first=True)
 
     def check(self, sample_id: int, token_ids: Sequence[int]) -> None:
         """Raises UserError unless the sample's features are there, and those of these tokens."""

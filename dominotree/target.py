@@ -168,10 +168,25 @@ class Target:
         return TargetOutput(output.logits, gathered)
 
     @torch.no_grad()
-    def features(self, token_ids: Tensor, layer_ids: Sequence[int]) -> Tensor:  # [B, S] -> [B, S, F]
-        """Features of whole sequences, padded on the right: no cache is kept and no logits are formed."""
+    def features(
+        self,
+        token_ids: Tensor,  # [B, S]
+        layer_ids: Sequence[int],
+        starts: Tensor | None = None,  # [B, S] where in its row each token's sequence begins; None: at 0, one a row
+    ) -> Tensor:  # [B, S, F]
+        """Features of whole sequences, padded on the right: no cache is kept and no logits are formed. A sequence does
+        not see those before it in its row."""
+        apart: dict[str, Any] = {}
+        if starts is not None:
+            places = torch.arange(token_ids.shape[1], device=token_ids.device)
+            positions = places - starts
+            visible = (places[:, None] >= places) & (starts[..., None] == starts[:, None])
+            apart = {
+                "attention_mask": self._attention_mask(visible, positions, TargetCache(1)),
+                "position_ids": positions,
+            }
         with self._captured(layer_ids) as features:
-            self.model.get_decoder()(input_ids=token_ids, use_cache=False)
+            self.model.get_decoder()(input_ids=token_ids, use_cache=False, **apart)
         return torch.cat([features[layer] for layer in layer_ids], dim=-1)
 
     def logits_at(self, token_ids: Sequence[int]) -> Tensor:  # [V]

@@ -12,7 +12,7 @@ from transformers import Qwen3Config, Qwen3Model
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
 from dominotree.draft.backbone import DFlashBackbone, FixedContext, rotate
-from dominotree.draft.masks import anchor_block_rule, attend_by_mask, attend_densely
+from dominotree.draft.masks import AnchorBlocks, anchor_block_rule, attend_by_mask, attend_densely
 from dominotree.draft.model import DraftModel, initialize
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
@@ -56,8 +56,8 @@ def test_without_features_and_causal_it_is_a_qwen3_model(options: dict[str, Any]
     block, positions = noise(2, 6, 32), torch.arange(6)[None]
     empty = FixedContext(draft.backbone.project_context(torch.zeros(2, 0, 96), positions[:, :0]))
     anchors = torch.zeros(2, 1, dtype=torch.int64)
-    rule = anchor_block_rule(anchors, torch.ones(2, 1, dtype=torch.bool), 0, 6, causal=True)
-    attend = attend_densely(rule, anchors, 6, 0)
+    blocks = AnchorBlocks(anchors, anchors, torch.ones(2, 1, dtype=torch.bool), 0, 6)
+    attend = attend_densely(anchor_block_rule(blocks, causal=True), blocks)
     with torch.no_grad():
         expected = model(inputs_embeds=block, use_cache=False).last_hidden_state
         hidden = draft.backbone(block, positions, empty, [attend, attend])

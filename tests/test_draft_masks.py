@@ -14,7 +14,7 @@ from torch.nn.attention import flex_attention
 from torch.nn.functional import embedding
 
 from dominotree.draft.backbone import FixedContext
-from dominotree.draft.masks import anchor_block_rule, dense_mask
+from dominotree.draft.masks import AnchorBlocks, anchor_block_rule, dense_mask
 from dominotree.draft.model import DraftModel
 
 TABLE = torch.linspace(0, 60, 13 * 32).cos().view(13, 32)
@@ -59,11 +59,13 @@ def wave(*shape: int) -> Tensor:
 def test_the_mask_is_its_definition(
     batch: int, blocks: int, context: int, size: int, window: int | None, causal: bool, data: st.DataObject
 ) -> None:
-    """A slot sees the context before its anchor and its own block; a window and causality take from that."""
+    """A slot sees its sample's context before its anchor and its own block; a window and causality take from that."""
     rows = st.lists(st.lists(st.integers(0, context), min_size=blocks, max_size=blocks), min_size=batch, max_size=batch)
     flags = st.lists(st.lists(st.booleans(), min_size=blocks, max_size=blocks), min_size=batch, max_size=batch)
     anchors, keep = data.draw(rows), data.draw(flags)
-    rule = anchor_block_rule(torch.tensor(anchors), torch.tensor(keep), context, size, window=window, causal=causal)
+    starts = [[data.draw(st.integers(0, anchor)) for anchor in row] for row in anchors]
+    placed = AnchorBlocks(torch.tensor(anchors), torch.tensor(starts), torch.tensor(keep), context, size)
+    rule = anchor_block_rule(placed, window=window, causal=causal)
     mask = dense_mask(rule, batch, torch.arange(blocks * size), torch.arange(context + blocks * size))
     assert mask.shape == (batch, 1, blocks * size, context + blocks * size)
     for row in range(batch):
@@ -72,7 +74,7 @@ def test_the_mask_is_its_definition(
             anchor = anchors[row][block]
             for key in range(context + blocks * size):
                 if key < context:
-                    sees, position = key < anchor, key
+                    sees, position = starts[row][block] <= key < anchor, key
                 else:
                     other, key_offset = divmod(key - context, size)
                     sees, position = other == block and (not causal or key_offset <= offset), anchor + key_offset

@@ -57,18 +57,19 @@ def test_the_cache_gives_what_the_target_computes(target: Target, samples: Sampl
 def test_a_batch_carries_the_features_of_its_samples(target: Target, samples: SampleSet, tmp_path: Path) -> None:
     write_features(target, samples, tmp_path / "f", LAYERS)
     cache = FeatureCache.open(tmp_path / "f", feature_key(target, LAYERS))
-    batch = collate([samples[0], samples[1]], pad_id=0)
-    features = cache.get_batch(batch.sample_ids)
+    batch = collate([[samples[0]], [samples[1]]], pad_id=0)
+    features = cache.get_batch([[10], [11]])
     assert features.shape == (*batch.input_ids.shape, 3 * target.hidden_size)
     assert torch.equal(features[1], cache.get(11))
     assert torch.equal(features[0, : samples.lengths[0]], cache.get(10))
     assert not features[0, samples.lengths[0] :].any()
+    assert torch.equal(cache.get_batch([[11, 10]])[0], torch.cat([cache.get(11), cache.get(10)]))
 
 
 def test_a_sample_that_the_cache_lacks_is_named(target: Target, samples: SampleSet, tmp_path: Path) -> None:
     write_features(target, samples, tmp_path / "f", LAYERS)
     cache = FeatureCache.open(tmp_path / "f", feature_key(target, LAYERS))
-    for ask in (lambda: cache.get(999), lambda: cache.check(999, [1, 2]), lambda: cache.get_batch([10, 999])):
+    for ask in (lambda: cache.get(999), lambda: cache.check(999, [1, 2]), lambda: cache.get_batch([[10, 999]])):
         with pytest.raises(UserError, match="lack sample 999"):
             ask()
 

@@ -22,12 +22,13 @@ SAMPLES = [
 ]
 
 
-def feed(rank: int = 0, world_size: int = 1, micro_batch_size: int = 2) -> Feed:
+def feed(rank: int = 0, world_size: int = 1, micro_batch_size: int = 2, pack_length: int | None = None) -> Feed:
     return Feed(
         SAMPLES,
         None,
         batch_size=4,
         micro_batch_size=micro_batch_size,
+        pack_length=pack_length,
         num_anchors=6,
         seed=1,
         rank=rank,
@@ -71,6 +72,20 @@ def test_samples_of_like_lengths_go_together_and_no_block_is_padding_throughout(
         for part in (first, second):
             assert part.input_ids.shape[1] == max(part.lengths)
             assert part.anchors.shape == part.keep.shape and part.keep.any(dim=0).all()
+
+
+def test_samples_that_share_a_row_keep_their_own_anchors() -> None:
+    for update in range(1, 6):
+        (alone,) = feed(micro_batch_size=4).micro_batches(update)
+        (shared,) = feed(micro_batch_size=4, pack_length=30).micro_batches(update)
+        assert len(shared.input_ids) < len(alone.input_ids) == 4 and alone.starts is None
+        assert shared.starts is not None and sorted(shared.lengths) == sorted(alone.lengths)
+        places = shared.anchors - shared.starts.gather(1, shared.anchors)
+        tokens = shared.input_ids.gather(1, shared.anchors)
+        found = sorted(zip(tokens[shared.keep].tolist(), places[shared.keep].tolist(), strict=True))
+        own = alone.input_ids.gather(1, alone.anchors)
+        assert found == sorted(zip(own[alone.keep].tolist(), alone.anchors[alone.keep].tolist(), strict=True))
+        assert torch.equal(shared.anchors, shared.anchors.sort(dim=1).values)
 
 
 def test_a_process_without_samples_gets_a_batch_that_teaches_nothing() -> None:

@@ -110,10 +110,11 @@ def test_the_target_s_operations_are_two_a_weight_and_token() -> None:
 def test_rates_are_of_the_time_of_all_parts() -> None:
     profile = Profile(peak_flops=1e9)
     work = work_of([10, 20], [4, 5], 8, 12)
-    figures = profile.add(dict.fromkeys(PARTS, 0.5), work, {"backbone": 7e8})
+    figures = profile.add(dict.fromkeys(PARTS, 0.5), work, {"backbone": 7e8}, places=40, slots=64)
     assert figures["profile/samples_per_second"] == pytest.approx(2 / 3.5)
     assert figures["profile/supervised_tokens_per_second"] == pytest.approx(12 / 3.5)
     assert figures["profile/flop_utilisation"] == pytest.approx(0.2)
+    assert figures["profile/padding"] == 0.25 and figures["profile/block_padding"] == 0.75
     assert figures["profile/seconds/data"] == 0.5
 
 

@@ -91,6 +91,7 @@ class TrainConfig:
     decay_gamma: float | None
     num_anchors: int
     max_length: int
+    pack_length: int | None
     vocab_subset: int | None
     data_dir: str
     features: str
@@ -123,6 +124,8 @@ class TrainConfig:
         for name in ("num_anchors", "checkpoint_every", "keep_last", "logits_mib"):
             at_least(name, getattr(self, name), 1)
         at_least("max_length", self.max_length, 2)
+        if self.pack_length is not None:
+            at_least("pack_length", self.pack_length, 2)
         for name in ("lambda_start", "lambda_decay_ratio"):
             if not 0 <= getattr(self, name) <= 1:
                 raise UserError(f"{name} must lie in 0..1, got {getattr(self, name)}")

@@ -1,20 +1,20 @@
-"""What an update trains on, made ahead of it on the CPU: samples side by side, their anchors, their stored features.
+"""What an update trains on, made ahead of it on the CPU: samples in rows, their anchors, their stored features.
 
 Everything follows from the seed, the update and the samples, so that it does not matter when or by which thread it is
-made. Shapes: B batch, S tokens, A anchors, F features.
+made. Shapes: B rows, S tokens, A anchors, F features.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import torch
 from torch import Tensor
 
 from data.anchors import draw_anchors
-from data.batches import collate
+from data.batches import collate, pack
 from data.features import FeatureCache
 from data.samples import Sample
 
@@ -29,20 +29,21 @@ class MicroBatch:
     loss_mask: Tensor  # [B, S]
     anchors: Tensor  # [B, A]
     keep: Tensor  # [B, A]
+    starts: Tensor | None  # [B, S] where in its row each token's sample begins; None where no two share a row
     features: Tensor | None  # [B, S, F], None where the target is to compute them
-    lengths: tuple[int, ...]  # [B] tokens of each sample
+    lengths: tuple[int, ...]  # tokens of each sample
 
     def to(self, device: torch.device) -> MicroBatch:
         if self.features is not None and self.features.is_cuda:
             # Made in another stream: that one must not reuse the memory before this one has read it.
             self.features.record_stream(torch.cuda.current_stream(self.features.device))
-        features = None if self.features is None else self.features.to(device)
         return MicroBatch(
             self.input_ids.to(device),
             self.loss_mask.to(device),
             self.anchors.to(device),
             self.keep.to(device),
-            features,
+            None if self.starts is None else self.starts.to(device),
+            None if self.features is None else self.features.to(device),
             self.lengths,
         )
 
@@ -57,6 +58,7 @@ class Feed:
         *,
         batch_size: int,  # samples an update, over all processes
         micro_batch_size: int,
+        pack_length: int | None,  # tokens of a row that samples may share; None: one sample a row
         num_anchors: int,
         seed: int,
         rank: int,
@@ -66,6 +68,7 @@ class Feed:
         self._cache = cache
         self._batch_size = batch_size
         self._micro_batch_size = micro_batch_size
+        self._pack_length = pack_length
         self._num_anchors = num_anchors
         self._seed = seed
         self._rank = rank
@@ -82,14 +85,41 @@ class Feed:
 
     def _micro_batch(self, samples: list[Sample], idle: Sample, update: int) -> MicroBatch:
         """Without samples it is one that teaches nothing, so that all processes take equal steps."""
-        batch = collate(samples or [idle], pad_id=0)
-        mask = batch.loss_mask if samples else torch.zeros_like(batch.loss_mask)
-        seeds = [anchor_seed(self._seed, update, sample_id) for sample_id in batch.sample_ids]
-        anchors, keep = draw_anchors(mask, self._num_anchors, seeds)
-        most = max(1, int(keep.sum(dim=1).max()))  # blocks in the sample that has room for most
-        features = None if self._cache is None else self._cache.get_batch(batch.sample_ids)
-        lengths = tuple(len(sample.token_ids) for sample in samples or [idle])
-        return MicroBatch(batch.input_ids, mask, anchors[:, :most], keep[:, :most], features, lengths)
+        silent = replace(idle, loss_mask=[False] * _length(idle))
+        rows = pack(samples or [silent], self._pack_length)
+        batch = collate(rows, pad_id=0)
+        anchors, keep = self._anchors(rows, update)
+        shared = any(len(row) > 1 for row in rows)
+        features = None
+        if self._cache is not None:
+            features = self._cache.get_batch([[sample.sample_id for sample in row] for row in rows])
+        return MicroBatch(
+            batch.input_ids,
+            batch.loss_mask,
+            anchors,
+            keep,
+            batch.starts if shared else None,
+            features,
+            tuple(_length(sample) for row in rows for sample in row),
+        )
+
+    def _anchors(self, rows: Sequence[Sequence[Sample]], update: int) -> tuple[Tensor, Tensor]:  # [B, A], [B, A] bool
+        """The anchors of every row's samples, ascending, and which are none: a row with fewer repeats its last."""
+        drawn = [self._drawn(row, update) for row in rows]
+        most = max(1, *map(len, drawn))
+        anchors, keep = torch.zeros(len(rows), most, dtype=torch.int64), torch.zeros(len(rows), most, dtype=torch.bool)
+        for index, places in enumerate(drawn):
+            anchors[index, : len(places)] = places
+            keep[index, : len(places)] = True
+        return torch.where(keep, anchors, anchors.amax(dim=1, keepdim=True)), keep
+
+    def _drawn(self, row: Sequence[Sample], update: int) -> Tensor:  # [a] places in the row
+        places, start = [], 0
+        for sample in row:
+            seed = anchor_seed(self._seed, update, sample.sample_id)
+            places.append(draw_anchors(torch.tensor(sample.loss_mask), self._num_anchors, seed) + start)
+            start += _length(sample)
+        return torch.cat(places)
 
 
 def _length(sample: Sample) -> int:

@@ -92,6 +92,7 @@ class Trainer:
                 cache,
                 batch_size=batch_size,
                 micro_batch_size=config.optim.micro_batch_size,
+                pack_length=config.pack_length,
                 num_anchors=config.num_anchors,
                 seed=config.seed,
                 rank=accelerator.process_index,
@@ -178,16 +179,18 @@ class Trainer:
 
     def _targets(self, batch: MicroBatch) -> BlockTargets:
         length, gamma = self._draft.config.draft_length, self._config.decay_gamma
-        targets = block_targets(batch.input_ids, batch.loss_mask, batch.anchors, batch.keep, length, gamma)
+        targets = block_targets(
+            batch.input_ids, batch.loss_mask, batch.anchors, batch.keep, length, gamma, batch.starts
+        )
         return self._vocabulary.restrict(targets)
 
     def _inputs(self, batch: MicroBatch, targets: BlockTargets) -> StepInput:
         features = batch.features
         if features is None:
             self._timeline.switch("target")
-            features = self._target.features(batch.input_ids, self._draft.config.target_layer_ids)
+            features = self._target.features(batch.input_ids, self._draft.config.target_layer_ids, batch.starts)
         anchor_ids = batch.input_ids.gather(1, batch.anchors)
-        return StepInput(anchor_ids, batch.anchors, batch.keep, features, targets)
+        return StepInput(anchor_ids, batch.anchors, batch.keep, features, targets, batch.starts)
 
     def _profiled(self, batches: Sequence[MicroBatch], targets: Sequence[BlockTargets]) -> dict[str, float]:
         """What profile=true adds to an update's figures, of this process."""
@@ -195,7 +198,8 @@ class Trainer:
             return {}
         work = Work()
         for batch, target in zip(batches, targets, strict=True):
-            anchors = batch.anchors[batch.keep].tolist()
+            places = batch.anchors if batch.starts is None else batch.anchors - batch.starts.gather(1, batch.anchors)
+            anchors = places[batch.keep].tolist()
             rows = int((target.weights > 0).sum())
             work += work_of(batch.lengths, anchors, self._draft.config.block_size, rows)
         flops = update_flops(
@@ -205,7 +209,9 @@ class Trainer:
             len(self._vocabulary.lm_weight),
             backbone_trains=self._config.backbone == "trained",
         )
-        return self._profile.add(self._timeline.take(), work, flops)
+        all_places = sum(batch.input_ids.numel() for batch in batches)
+        all_slots = sum(batch.anchors.numel() for batch in batches) * self._draft.config.block_size
+        return self._profile.add(self._timeline.take(), work, flops, all_places, all_slots)
 
     def _validate(self, update: int) -> dict[str, float]:
         with self._engine.whole_draft() as draft:

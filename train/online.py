@@ -35,4 +35,5 @@ class FeedAhead:
         return made
 
     def _features(self, batch: MicroBatch) -> torch.Tensor:  # [B, S, F]
-        return self._target.features(batch.input_ids.to(self._target.device), self._layer_ids)
+        moved = batch.to(self._target.device)
+        return self._target.features(moved.input_ids, self._layer_ids, moved.starts)

@@ -60,10 +60,14 @@ class Profile:
         self._totals: dict[str, float] = {}
         self._updates = 0
 
-    def add(self, seconds: Mapping[str, float], work: Work, flops: Mapping[str, float]) -> dict[str, float]:
-        """What this process did in an update: seconds by part, samples a second, use of the machine."""
+    def add(
+        self, seconds: Mapping[str, float], work: Work, flops: Mapping[str, float], places: int, slots: int
+    ) -> dict[str, float]:
+        """What this process did in an update: seconds by part, samples a second, use of the machine, and how much of
+        the `places` for tokens and the `slots` of blocks, padding included, was padding."""
         figures = {f"seconds/{part}": value for part, value in seconds.items()}
         sums = figures | {"samples": work.samples, "supervised": work.rows, "flops": sum(flops.values())}
+        sums |= {"tokens": work.tokens, "places": places, "own_slots": work.slots, "slots": slots}
         self._updates += 1
         if self._updates > 1:
             self._totals = {name: self._totals.get(name, 0.0) + value for name, value in sums.items()}
@@ -76,6 +80,8 @@ class Profile:
             "supervised_tokens_per_second": sums["supervised"] / whole,
             "tflops": sums["flops"] / whole / 1e12,
             "flop_utilisation": sums["flops"] / whole / self._peak_flops,
+            "padding": 1 - sums["tokens"] / sums["places"],
+            "block_padding": 1 - sums["own_slots"] / sums["slots"],
         }
 
     def show(self, peak_memory_gib: float) -> None:
@@ -93,7 +99,8 @@ class Profile:
         console.print(
             f"{rates['supervised_tokens_per_second']:.0f} supervised tokens/s, {rates['samples_per_second']:.1f} "
             f"samples/s, {rates['tflops']:.3f} TFLOP/s, {rates['flop_utilisation']:.1%} of what one large product "
-            f"reaches here ({self._peak_flops / 1e12:.3f}), peak memory {peak_memory_gib:.2f} GiB",
+            f"reaches here ({self._peak_flops / 1e12:.3f}), {rates['padding']:.1%} of the tokens and "
+            f"{rates['block_padding']:.1%} of the blocks padding, peak memory {peak_memory_gib:.2f} GiB",
             soft_wrap=True,
             highlight=False,
         )

@@ -1,6 +1,6 @@
 """One forward pass of training: the part that runs inside the data-parallel engine. The target stays outside.
 
-Shapes: B batch, S tokens, A anchors, K drafted slots, F features, V vocabulary.
+Shapes: B rows, S tokens, A anchors, K drafted slots, F features, V vocabulary.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class StepInput:
     keep: Tensor  # [B, A]
     features: Tensor  # [B, S, F]
     targets: BlockTargets
+    starts: Tensor | None = None  # [B, S] where in its row each token's sample begins; None where no two share a row
 
 
 class TrainStep(nn.Module):
@@ -55,7 +56,9 @@ class TrainStep(nn.Module):
     def forward(self, inputs: StepInput, lambda_base: float) -> Objective:
         embed, lm_weight = self._target_parts
         self._timeline.switch("backbone")
-        hidden = self.draft.train_hidden(inputs.anchor_ids, inputs.anchors, inputs.keep, inputs.features, embed)
+        hidden = self.draft.train_hidden(
+            inputs.anchor_ids, inputs.anchors, inputs.keep, inputs.features, embed, inputs.starts
+        )
         hidden = hidden[:, :, hidden.shape[2] - self.draft.config.draft_length :]
         self._timeline.switch("head")
         self._timeline.switch_when_gradient_arrives(hidden, "backbone")

@@ -28,15 +28,18 @@ def block_targets(
     keep: Tensor,  # [B, A] bool
     draft_length: int,
     decay_gamma: float | None,
+    starts: Tensor | None = None,  # [B, S] where in its row each token's sample begins; None: one sample a row
 ) -> BlockTargets:
     """Labels and weights `keep * inside * loss_mask * exp(-i/gamma)` (Domino, section 4; DFlash, section 3).
 
-    `decay_gamma` None weighs all positions alike.
+    `decay_gamma` None weighs all positions alike. A block is not asked for the words of the sample behind its own.
     """
     length = input_ids.shape[1]
     offsets = torch.arange(draft_length, device=input_ids.device)
     places = anchors[..., None] + offsets  # [B, A, K] of what is known last
     inside = places + 1 < length
+    if starts is not None:
+        inside &= _gather(starts, (places + 1).clamp(max=length - 1)) == starts.gather(1, anchors)[..., None]
     labels = _gather(input_ids, (places + 1).clamp(max=length - 1))
     supervised = _gather(loss_mask, (places + 1).clamp(max=length - 1)).float()
     weights = supervised * inside * keep[..., None]

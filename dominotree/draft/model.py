@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .backbone import ContextKV, DFlashBackbone, FixedContext
 from .config import DraftConfig
 from .head import DominoHead
-from .masks import ATTENTIONS, FLEX_HEAD_DIM, Attend, anchor_block_rule, attend_by_mask
+from .masks import ATTENTIONS, FLEX_HEAD_DIM, AnchorBlocks, Attend, anchor_block_rule, attend_by_mask
 
 Embed = Callable[[Tensor], Tensor]  # token ids [...] -> embeddings [..., H], the target's
 
@@ -56,9 +56,11 @@ class DraftModel(nn.Module):
         block = anchor_ids.new_full((len(anchor_ids), size), self.config.mask_token_id)
         block[:, 0] = anchor_ids
         positions = anchor_positions[:, None] + torch.arange(size, device=anchor_ids.device)
-        keep = torch.ones_like(anchor_positions, dtype=torch.bool)[:, None]
+        anchors = anchor_positions[:, None]
+        keep = torch.ones_like(anchors, dtype=torch.bool)
+        blocks = AnchorBlocks(anchors, torch.zeros_like(anchors), keep, context_length, size)
         everything: dict[tuple[int | None, bool], Attend] = {(None, False): attend_by_mask(None)}
-        attends = self._attends("dense", anchor_positions[:, None], keep, context_length, everything)
+        attends = self._attends("dense", blocks, everything)
         hidden = self.backbone(embed(block), positions, context, attends)
         return hidden[:, size - self.config.draft_length :]
 
@@ -69,15 +71,21 @@ class DraftModel(nn.Module):
         keep: Tensor,  # [B, A] bool, False for padding
         features: Tensor,  # [B, S, F]
         embed: Embed,
+        starts: Tensor | None = None,  # [B, S] where in its row each token's sample begins; None: at 0, one a row
     ) -> Tensor:  # [B, A, block, H] hidden states of every slot of every block
-        """All anchor blocks of a batch at once, each seeing only the context before its anchor."""
+        """All anchor blocks of a batch at once, each seeing only the context of its own sample before its anchor."""
         size = self.config.block_size
         block = anchor_ids[..., None].expand(-1, -1, size).clone()
         block[..., 1:] = self.config.mask_token_id
-        positions = anchors[..., None] + torch.arange(size, device=anchors.device)
         context_positions = torch.arange(features.shape[1], device=features.device)[None]
+        block_starts = torch.zeros_like(anchors)
+        if starts is not None:
+            context_positions = context_positions - starts
+            block_starts = starts.gather(1, anchors)
+        positions = (anchors - block_starts)[..., None] + torch.arange(size, device=anchors.device)
         context = FixedContext(self.backbone.project_context(features, context_positions))
-        attends = self._attends(self.training_attention, anchors, keep, features.shape[1], {})
+        blocks = AnchorBlocks(anchors, block_starts, keep, features.shape[1], size)
+        attends = self._attends(self.training_attention, blocks, {})
         hidden = self.backbone(embed(block.flatten(1)), positions.flatten(1), context, attends)
         return hidden.unflatten(1, (-1, size))
 
@@ -106,18 +114,15 @@ class DraftModel(nn.Module):
     def _attends(
         self,
         attention: str,
-        anchors: Tensor,  # [B, A]
-        keep: Tensor,  # [B, A]
-        context_length: int,
+        blocks: AnchorBlocks,
         known: Mapping[tuple[int | None, bool], Attend],  # by window and causality
     ) -> list[Attend]:
         """Attention of the layers, one made for each kind that is not known."""
-        size = self.config.block_size
         kinds = [(self.config.window(layer), self.config.causal(layer)) for layer in range(len(self.backbone.layers))]
         made = dict(known)
         for window, causal in set(kinds) - made.keys():
-            rule = anchor_block_rule(anchors, keep, context_length, size, window=window, causal=causal)
-            made[window, causal] = ATTENTIONS[attention](rule, anchors, size, context_length)
+            rule = anchor_block_rule(blocks, window=window, causal=causal)
+            made[window, causal] = ATTENTIONS[attention](rule, blocks)
         return [made[kind] for kind in kinds]
 
 
