@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from train.cross_entropy import CrossEntropy
+
 USAGE = """python -m train.bench_objective KEY=VALUE...
 
 Times one forward and backward pass of the training objective and prints a table: whole logits, checkpointed chunks, and
@@ -45,6 +47,7 @@ class BenchConfig:
     shapes: str
     rows: int | None
     logits_mib: int
+    loss_kernel: str
     dtype: str
     device: str
     repeats: int
@@ -53,6 +56,7 @@ class BenchConfig:
 
     def __post_init__(self) -> None:
         one_of("shapes", self.shapes, tuple(SHAPES))
+        one_of("loss_kernel", self.loss_kernel, ("torch", "liger"))
         for name, value in (("logits_mib", self.logits_mib), ("repeats", self.repeats), ("rows", self.rows)):
             if value is not None:
                 at_least(name, value, 1)
@@ -71,6 +75,7 @@ class Case:
     rows: Tensor  # [V, R]
     labels: Tensor  # [n]
     weights: Tensor  # [n]
+    cross_entropy: CrossEntropy  # of the one pass
 
     @property
     def learners(self) -> list[Tensor]:
@@ -84,6 +89,7 @@ def make_case(config: BenchConfig, *, frozen: bool) -> Case:
     import torch
 
     from dominotree.dtypes import parse_device, parse_dtype
+    from train.cross_entropy import make_cross_entropy
 
     hidden_size, vocab_size, rank, default_rows = SHAPES[config.shapes]
     count = config.rows or default_rows
@@ -100,6 +106,7 @@ def make_case(config: BenchConfig, *, frozen: bool) -> Case:
         normal(vocab_size, rank, scale=0.1),
         torch.randint(vocab_size, (count,), generator=generator).to(device),
         torch.rand(count, generator=generator).to(device),
+        make_cross_entropy(config.loss_kernel, device),
     )
     case.hidden.requires_grad_(not frozen)
     case.low_rank.requires_grad_(True)
@@ -159,6 +166,7 @@ def ours(case: Case, logits_bytes: int) -> Tensor:
         LAMBDA,
         sampled=len(case.labels) // 8,
         logits_bytes=logits_bytes,
+        cross_entropy=case.cross_entropy,
     ).loss
 
 

@@ -104,6 +104,7 @@ class TrainConfig:
     compile: bool
     attention: str
     logits_mib: int
+    loss_kernel: str
     profile: bool
     precision: str
     device: str
@@ -115,6 +116,7 @@ class TrainConfig:
         one_of("backbone", self.backbone, ("frozen", "trained"))
         one_of("prefixes", self.prefixes, ("teacher_forced", "self_generated"))
         one_of("correction", self.correction, ("gru", "hidden_only"))
+        one_of("loss_kernel", self.loss_kernel, ("torch", "liger"))
         one_of("attention", self.attention, ("auto", *ATTENTIONS))
         one_of("features", self.features, ("online", "ahead", "cached"))
         if self.features_device is not None and self.features != "ahead":

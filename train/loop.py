@@ -18,6 +18,7 @@ from dominotree.target import Target
 
 from .checkpoints import Checkpoints
 from .config import TrainConfig
+from .cross_entropy import make_cross_entropy
 from .engine import make_engine
 from .feed import Feed, MicroBatch
 from .flops import Work, update_flops, work_of
@@ -68,6 +69,7 @@ class Trainer:
         self._vocabulary = loss_vocabulary(target, samples, config.vocab_subset)
         self_generated = config.prefixes == "self_generated"
         self._timeline = Timeline(accelerator.device, active=config.profile)
+        cross_entropy = make_cross_entropy(config.loss_kernel, accelerator.device)
 
         def make_step(draft: DraftModel) -> TrainStep:
             return TrainStep(
@@ -77,6 +79,7 @@ class Trainer:
                 self._vocabulary,
                 self_generated=self_generated,
                 logits_bytes=config.logits_mib << 20,
+                cross_entropy=cross_entropy,
                 timeline=self._timeline,
             )
 

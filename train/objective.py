@@ -15,10 +15,12 @@ from torch import Tensor
 
 from dominotree.draft.model import DraftModel, Embed
 
+from .cross_entropy import CrossEntropy, TorchCrossEntropy
 from .profiling import IDLE, Timeline
 from .targets import BlockTargets, sampled_blocks
 
 LOGITS_BYTES = 128 << 20  # where the caller asks for no size in particular
+TORCH = TorchCrossEntropy()
 
 
 class LossVocabulary:
@@ -68,6 +70,7 @@ def domino_objective(
     vocabulary: LossVocabulary,  # with the target's LM head, frozen
     lambda_base: float,
     logits_bytes: int = LOGITS_BYTES,  # that the logits of a chunk and their gradients may take together
+    cross_entropy: CrossEntropy = TORCH,
     timeline: Timeline = IDLE,
 ) -> Objective:
     """The base-anchored loss over all blocks with the true tokens as prefix (Domino, section 4).
@@ -94,6 +97,7 @@ def domino_objective(
             lambda_base,
             sampled=int(sample.sum()),
             logits_bytes=logits_bytes,
+            cross_entropy=cross_entropy,
         )
     timeline.switch("head")  # whose backward pass is next, and then the backbone's
 
@@ -147,6 +151,7 @@ def one_pass(
     *,
     sampled: int,  # leading rows that are a sample of all
     logits_bytes: int,
+    cross_entropy: CrossEntropy = TORCH,
 ) -> Sums:
     """Weighted cross-entropies of final logits `[h; z] [W_lm | W2]^T` and of their base part `h W_lm^T`.
 
@@ -156,7 +161,7 @@ def one_pass(
     if rows.shape[1] == 0:
         segments = [_Segment(len(labels), final=False, base=True)]
         loss, _, base_loss, _, base_right = _OnePass.apply(
-            hidden, low_rank, lm_weight, rows, labels, weights, 1.0, segments, logits_bytes
+            hidden, low_rank, lm_weight, rows, labels, weights, 1.0, segments, logits_bytes, cross_entropy
         )
         return Sums(loss, base_loss, base_loss, base_right, base_right, True, True)
     # Where nothing is trained, both are only measured, and then on all rows.
@@ -165,7 +170,7 @@ def one_pass(
     if not (final and base):
         segments = [_Segment(sampled, True, True), _Segment(len(labels) - sampled, final, base)]
     loss, final_loss, base_loss, final_right, base_right = _OnePass.apply(
-        hidden, low_rank, lm_weight, rows, labels, weights, lambda_base, segments, logits_bytes
+        hidden, low_rank, lm_weight, rows, labels, weights, lambda_base, segments, logits_bytes, cross_entropy
     )
     return Sums(loss, final_loss, base_loss, final_right, base_right, final, base)
 
@@ -193,6 +198,7 @@ class _OnePass(torch.autograd.Function):
         lambda_base: float,
         segments: Sequence[_Segment],
         logits_bytes: int,
+        cross_entropy: CrossEntropy,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         wants_hidden, wants_low_rank, _, wants_rows = ctx.needs_input_grad[:4]
         final_trains = lambda_base < 1 and any(ctx.needs_input_grad)
@@ -203,17 +209,17 @@ class _OnePass(torch.autograd.Function):
         grad_rows = torch.zeros_like(rows) if wants_rows else None
         final_sum, base_sum = weights.new_zeros(()), weights.new_zeros(())
         final_right, base_right = torch.zeros_like(labels, dtype=torch.bool), torch.zeros_like(labels, dtype=torch.bool)
-        for part, final, base, scratch in _chunks(segments, lm_weight, logits_bytes):
+        for part, final, base, scratch in _chunks(segments, lm_weight, logits_bytes, cross_entropy):
             scale = weights[part, None].to(hidden.dtype)
             shared = final if base is None else base
             assert shared is not None
             torch.mm(hidden[part], lm_weight.T, out=shared)
             if final is not None:
                 torch.addmm(shared, low_rank[part], narrow_rows.T, out=final)
-                losses, final_right[part] = _into_gradient(final, labels[part], scratch)
+                losses, final_right[part] = cross_entropy.into_gradient(final, labels[part], scratch)
                 final_sum += (weights[part] * losses).sum()
             if base is not None:
-                losses, base_right[part] = _into_gradient(base, labels[part], scratch)
+                losses, base_right[part] = cross_entropy.into_gradient(base, labels[part], scratch)
                 base_sum += (weights[part] * losses).sum()
             if final is not None and final_trains:
                 if grad_low_rank is not None:
@@ -235,23 +241,25 @@ class _OnePass(torch.autograd.Function):
         if gradients is None:
             raise RuntimeError("the gradients of this objective are gone: they can be asked for once")
         hidden, low_rank, rows = (None if part is None else part.mul_(grad_outputs[0]) for part in gradients)
-        return hidden, low_rank, None, rows, None, None, None, None, None
+        return hidden, low_rank, None, rows, None, None, None, None, None, None
 
 
-def rows_in(logits_bytes: int, lm_weight: Tensor, tensors: int) -> int:  # [V, H]
-    """How many rows of `tensors` logits fit. In half precision a float32 copy of one of them must fit too."""
-    entry = tensors * lm_weight.element_size() + _scratch_size(lm_weight)
+def rows_in(logits_bytes: int, lm_weight: Tensor, tensors: int, cross_entropy: CrossEntropy = TORCH) -> int:  # [V, H]
+    """How many rows of `tensors` logits fit, with what the cross-entropy needs beside one of them."""
+    entry = tensors * lm_weight.element_size() + cross_entropy.scratch_bytes(lm_weight.dtype)
     return max(1, logits_bytes // (len(lm_weight) * entry))
 
 
 def _chunks(
-    segments: Sequence[_Segment], lm_weight: Tensor, logits_bytes: int
+    segments: Sequence[_Segment], lm_weight: Tensor, logits_bytes: int, cross_entropy: CrossEntropy
 ) -> Iterator[tuple[slice, Tensor | None, Tensor | None, Tensor | None]]:  # final, base and scratch, each [c, V]
     """Chunks of the rows, with room for the logits that are formed of them. All chunks use the same memory."""
     vocab_size, dtype = len(lm_weight), lm_weight.dtype
     segments = [part for part in segments if part.final or part.base]
-    sizes = [min(part.length, rows_in(logits_bytes, lm_weight, part.final + part.base)) for part in segments]
-    entries = [(part.final + part.base) * dtype.itemsize + _scratch_size(lm_weight) for part in segments]
+    scratch_bytes = cross_entropy.scratch_bytes(dtype)
+    counts = [rows_in(logits_bytes, lm_weight, part.final + part.base, cross_entropy) for part in segments]
+    sizes = [min(part.length, count) for part, count in zip(segments, counts, strict=True)]
+    entries = [(part.final + part.base) * dtype.itemsize + scratch_bytes for part in segments]
     most = max(size * entry for size, entry in zip(sizes, entries, strict=True))
     memory = torch.empty(most * vocab_size, dtype=torch.uint8, device=lm_weight.device)
     start = 0
@@ -261,39 +269,13 @@ def _chunks(
             count = min(size, end - start)
             taken = 0
             room: list[Tensor | None] = []
-            for wanted, kind in ((_scratch_size(lm_weight), torch.float32), (part.final, dtype), (part.base, dtype)):
+            for wanted, kind in ((scratch_bytes > 0, torch.float32), (part.final, dtype), (part.base, dtype)):
                 size_here = count * vocab_size * kind.itemsize if wanted else 0
                 room.append(memory[taken : taken + size_here].view(kind).view(count, vocab_size) if wanted else None)
                 taken += size_here
             scratch, final, base = room
             yield slice(start, start + count), final, base, scratch
             start += count
-
-
-def _scratch_size(lm_weight: Tensor) -> int:
-    """Bytes an entry of the float32 copy that logits in half precision need."""
-    return 0 if lm_weight.element_size() >= 4 else 4
-
-
-def _into_gradient(
-    logits: Tensor,  # [c, V], overwritten with the gradient of the cross-entropy
-    labels: Tensor,  # [c]
-    scratch: Tensor | None,  # [c, V] float32, for logits in half precision
-) -> tuple[Tensor, Tensor]:  # [c] float32, [c] bool
-    """Cross-entropies, and whether no logit exceeds the label's."""
-    place = labels[:, None]
-    largest = logits.amax(dim=-1, keepdim=True)
-    own = logits.gather(1, place)
-    # The softmax goes row by row, so that it may write where it reads.
-    wide = logits if scratch is None else scratch
-    torch.softmax(logits, dim=-1, dtype=wide.dtype, out=wide)
-    # The largest probability is at least 1/V: its logarithm is exact where that of the label's may have underflown.
-    normaliser = largest.to(wide.dtype) - wide.amax(dim=-1, keepdim=True).log()
-    losses = normaliser - own.to(wide.dtype)
-    wide.scatter_(1, place, torch.expm1(-losses))  # probability - 1, with all of its digits
-    if scratch is not None:
-        logits.copy_(scratch)
-    return losses[:, 0].float(), (own == largest)[:, 0]
 
 
 def _mixture(final: Tensor | None, base: Tensor | None, lambda_base: float) -> Tensor:  # [c, V] each, None: idle

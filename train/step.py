@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from dominotree.draft.head import DominoHead
 from dominotree.draft.model import DraftModel, Embed
 
-from .objective import LOGITS_BYTES, LossVocabulary, Objective, domino_objective, rows_in
+from .cross_entropy import CrossEntropy
+from .objective import LOGITS_BYTES, TORCH, LossVocabulary, Objective, domino_objective, rows_in
 from .profiling import IDLE, Timeline
 from .targets import BlockTargets
 
@@ -42,11 +43,13 @@ class TrainStep(nn.Module):
         *,
         self_generated: bool,
         logits_bytes: int = LOGITS_BYTES,
+        cross_entropy: CrossEntropy = TORCH,
         timeline: Timeline = IDLE,
     ) -> None:
         super().__init__()
         self.draft = draft
         self._logits_bytes = logits_bytes
+        self._cross_entropy = cross_entropy
         self._timeline = timeline
         self._vocabulary = vocabulary
         self._self_generated = self_generated
@@ -76,6 +79,7 @@ class TrainStep(nn.Module):
             self._vocabulary,
             lambda_base,
             logits_bytes=self._logits_bytes,
+            cross_entropy=self._cross_entropy,
             timeline=self._timeline,
         )
 
