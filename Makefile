@@ -7,8 +7,9 @@ VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2
 SETUP := pyproject.toml constraints.txt
 INSTALL = $(RUN) -m pip install --disable-pip-version-check --constraint constraints.txt --editable
 
-# With matrix units for bfloat16, a processor verifies a tree in the time of one token; without, float32 is faster.
-DEMO_DTYPE ?= $(shell grep -qs amx_bf16 /proc/cpuinfo && echo bfloat16 || echo float32)
+# With instructions for bfloat16, a processor verifies a tree in little more than the time of one token; without, float32
+# is faster.
+DEMO_DTYPE ?= $(shell grep -qsE 'amx_bf16|avx512_bf16' /proc/cpuinfo && echo bfloat16 || echo float32)
 DEMO_PROMPT ?= Write a Python function that returns the n-th Fibonacci number, and explain it.
 
 .PHONY: demo test lint clean
