@@ -9,13 +9,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import make_draft, make_target, small_draft
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
 from dominotree.draft.checkpoint import load_draft
 from dominotree.draft.model import DraftModel
 from dominotree.target import Target
-from train.objective import LossVocabulary, Objective, domino_objective
+from train.objective import TORCH, LossVocabulary, Objective, _chunks, domino_objective
 from train.step import StepInput, TrainStep, self_generated_prefixes
 from train.targets import BlockTargets, block_targets, sampled_blocks
 
@@ -303,3 +305,23 @@ def test_self_generated_prefixes_are_the_drafter_s_own_greedy_chain(logits_bytes
     base = flat_hidden @ lm_weight.T
     final = draft.teacher_forced_logits(flat_hidden, base, flat, target.embed)
     assert torch.equal(final[:, :-1].argmax(dim=-1), flat[:, 1:])
+
+
+@given(
+    final_rows=st.integers(0, 40),
+    base_rows=st.integers(0, 40),
+    logits_bytes=st.integers(1, 4000),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_chunks_hold_each_row_once_and_keep_to_the_memory_they_may_take(
+    final_rows: int, base_rows: int, logits_bytes: int, dtype: torch.dtype
+) -> None:
+    lm_weight = torch.zeros(13, 4, dtype=dtype)
+    reached = finals = bases = 0
+    for rows, final, base, scratch in _chunks(final_rows, base_rows, lm_weight, logits_bytes, TORCH):
+        assert rows.start == reached and rows.stop - rows.start == max(len(final), len(base)) > 0
+        assert len(final) == max(0, min(final_rows, rows.stop) - rows.start)
+        taken = final.nbytes + base.nbytes + (0 if scratch is None else scratch.nbytes)
+        assert taken <= logits_bytes or rows.stop - rows.start == 1
+        reached, finals, bases = rows.stop, finals + len(final), bases + len(base)
+    assert (reached, finals, bases) == (max(final_rows, base_rows), final_rows, base_rows)

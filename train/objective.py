@@ -6,7 +6,7 @@ Shapes: B batch, A anchors, K drafted slots, n rows that count, c rows of a chun
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -159,28 +159,17 @@ def one_pass(
     and so do their gradients to the hidden states: `((1 - lambda) dFinal + lambda dBase) W_lm`.
     """
     if rows.shape[1] == 0:
-        segments = [_Segment(len(labels), final=False, base=True)]
         loss, _, base_loss, _, base_right = _OnePass.apply(
-            hidden, low_rank, lm_weight, rows, labels, weights, 1.0, segments, logits_bytes, cross_entropy
+            hidden, low_rank, lm_weight, rows, labels, weights, 1.0, 0, len(labels), logits_bytes, cross_entropy
         )
         return Sums(loss, base_loss, base_loss, base_right, base_right, True, True)
     # Where nothing is trained, both are only measured, and then on all rows.
     final, base = lambda_base < 1, lambda_base > 0 and (hidden.requires_grad or not torch.is_grad_enabled())
-    segments = [_Segment(len(labels), True, True)]
-    if not (final and base):
-        segments = [_Segment(sampled, True, True), _Segment(len(labels) - sampled, final, base)]
+    measured = [len(labels) if whole else sampled for whole in (final, base)]
     loss, final_loss, base_loss, final_right, base_right = _OnePass.apply(
-        hidden, low_rank, lm_weight, rows, labels, weights, lambda_base, segments, logits_bytes, cross_entropy
+        hidden, low_rank, lm_weight, rows, labels, weights, lambda_base, *measured, logits_bytes, cross_entropy
     )
     return Sums(loss, final_loss, base_loss, final_right, base_right, final, base)
-
-
-class _Segment(NamedTuple):
-    """Rows in a row of which the same logits are formed."""
-
-    length: int
-    final: bool
-    base: bool
 
 
 class _OnePass(torch.autograd.Function):
@@ -196,7 +185,8 @@ class _OnePass(torch.autograd.Function):
         labels: Tensor,  # [n]
         weights: Tensor,  # [n]
         lambda_base: float,
-        segments: Sequence[_Segment],
+        final_rows: int,  # leading rows of which final logits are formed
+        base_rows: int,
         logits_bytes: int,
         cross_entropy: CrossEntropy,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -209,19 +199,26 @@ class _OnePass(torch.autograd.Function):
         grad_rows = torch.zeros_like(rows) if wants_rows else None
         final_sum, base_sum = weights.new_zeros(()), weights.new_zeros(())
         final_right, base_right = torch.zeros_like(labels, dtype=torch.bool), torch.zeros_like(labels, dtype=torch.bool)
-        for part, final, base, scratch in _chunks(segments, lm_weight, logits_bytes, cross_entropy):
+
+        def measure(logits: Tensor, first: int, scratch: Tensor | None, right: Tensor) -> Tensor:  # [c, V] -> []
+            own = slice(first, first + len(logits))
+            scratch = None if scratch is None else scratch[: len(logits)]
+            losses, right[own] = cross_entropy.into_gradient(logits, labels[own], scratch)
+            return (weights[own] * losses).sum()
+
+        for part, final, base, scratch in _chunks(final_rows, base_rows, lm_weight, logits_bytes, cross_entropy):
             scale = weights[part, None].to(hidden.dtype)
-            shared = final if base is None else base
-            assert shared is not None
+            shared = base if len(base) >= len(final) else final
             torch.mm(hidden[part], lm_weight.T, out=shared)
-            if final is not None:
-                torch.addmm(shared, low_rank[part], narrow_rows.T, out=final)
-                losses, final_right[part] = cross_entropy.into_gradient(final, labels[part], scratch)
-                final_sum += (weights[part] * losses).sum()
-            if base is not None:
-                losses, base_right[part] = cross_entropy.into_gradient(base, labels[part], scratch)
-                base_sum += (weights[part] * losses).sum()
-            if final is not None and final_trains:
+            if shared is final:
+                base.copy_(final[: len(base)])
+            if len(final):
+                corrected = slice(part.start, part.start + len(final))
+                torch.addmm(shared[: len(final)], low_rank[corrected], narrow_rows.T, out=final)
+                final_sum += measure(final, part.start, scratch, final_right)
+            if len(base):
+                base_sum += measure(base, part.start, scratch, base_right)
+            if final_trains:
                 if grad_low_rank is not None:
                     grad_low_rank[part] = (final @ narrow_rows) * ((1 - lambda_base) * scale)
                 if grad_rows is not None:
@@ -241,7 +238,7 @@ class _OnePass(torch.autograd.Function):
         if gradients is None:
             raise RuntimeError("the gradients of this objective are gone: they can be asked for once")
         hidden, low_rank, rows = (None if part is None else part.mul_(grad_outputs[0]) for part in gradients)
-        return hidden, low_rank, None, rows, None, None, None, None, None, None
+        return hidden, low_rank, None, rows, None, None, None, None, None, None, None
 
 
 def rows_in(logits_bytes: int, lm_weight: Tensor, tensors: int, cross_entropy: CrossEntropy = TORCH) -> int:  # [V, H]
@@ -250,32 +247,43 @@ def rows_in(logits_bytes: int, lm_weight: Tensor, tensors: int, cross_entropy: C
     return max(1, logits_bytes // (len(lm_weight) * entry))
 
 
+def _spans(
+    final_rows: int, base_rows: int, lm_weight: Tensor, logits_bytes: int, cross_entropy: CrossEntropy
+) -> Iterator[tuple[int, int, int]]:
+    """Where each chunk begins, and how many of its rows have final and base logits: the first `final_rows` rows of all
+    have the ones, the first `base_rows` the others."""
+    start, end = 0, max(final_rows, base_rows)
+    while start < end:
+        with_both = max(0, min(final_rows, base_rows) - start)
+        count = rows_in(logits_bytes, lm_weight, 2, cross_entropy)
+        if count > with_both:  # the rows after these take less room
+            left = logits_bytes - with_both * len(lm_weight) * lm_weight.element_size()
+            count = max(with_both, rows_in(left, lm_weight, 1, cross_entropy))
+        count = min(count, end - start)
+        yield start, max(0, min(final_rows - start, count)), max(0, min(base_rows - start, count))
+        start += count
+
+
 def _chunks(
-    segments: Sequence[_Segment], lm_weight: Tensor, logits_bytes: int, cross_entropy: CrossEntropy
-) -> Iterator[tuple[slice, Tensor | None, Tensor | None, Tensor | None]]:  # final, base and scratch, each [c, V]
+    final_rows: int, base_rows: int, lm_weight: Tensor, logits_bytes: int, cross_entropy: CrossEntropy
+) -> Iterator[tuple[slice, Tensor, Tensor, Tensor | None]]:  # final [f, V], base [b, V], scratch [max(f, b), V]
     """Chunks of the rows, with room for the logits that are formed of them. All chunks use the same memory."""
     vocab_size, dtype = len(lm_weight), lm_weight.dtype
-    segments = [part for part in segments if part.final or part.base]
     scratch_bytes = cross_entropy.scratch_bytes(dtype)
-    counts = [rows_in(logits_bytes, lm_weight, part.final + part.base, cross_entropy) for part in segments]
-    sizes = [min(part.length, count) for part, count in zip(segments, counts, strict=True)]
-    entries = [(part.final + part.base) * dtype.itemsize + scratch_bytes for part in segments]
-    most = max(size * entry for size, entry in zip(sizes, entries, strict=True))
+    spans = list(_spans(final_rows, base_rows, lm_weight, logits_bytes, cross_entropy))
+    most = max(((f + b) * dtype.itemsize + max(f, b) * scratch_bytes for _, f, b in spans), default=0)
     memory = torch.empty(most * vocab_size, dtype=torch.uint8, device=lm_weight.device)
-    start = 0
-    for part, size in zip(segments, sizes, strict=True):
-        end = start + part.length
-        while start < end:
-            count = min(size, end - start)
-            taken = 0
-            room: list[Tensor | None] = []
-            for wanted, kind in ((scratch_bytes > 0, torch.float32), (part.final, dtype), (part.base, dtype)):
-                size_here = count * vocab_size * kind.itemsize if wanted else 0
-                room.append(memory[taken : taken + size_here].view(kind).view(count, vocab_size) if wanted else None)
-                taken += size_here
-            scratch, final, base = room
-            yield slice(start, start + count), final, base, scratch
-            start += count
+    for start, finals, bases in spans:
+        count = max(finals, bases)
+        taken = 0
+        room = []
+        # float32 first, so that all parts begin where their numbers may
+        for height, kind in ((count * (scratch_bytes > 0), torch.float32), (finals, dtype), (bases, dtype)):
+            size = height * vocab_size * kind.itemsize
+            room.append(memory[taken : taken + size].view(kind).view(height, vocab_size))
+            taken += size
+        scratch, final, base = room
+        yield slice(start, start + count), final, base, scratch if scratch_bytes else None
 
 
 def _mixture(final: Tensor | None, base: Tensor | None, lambda_base: float) -> Tensor:  # [c, V] each, None: idle
