@@ -39,7 +39,7 @@ def pack(samples: Sequence[Sample], row_length: int | None) -> list[list[Sample]
 def collate(rows: Sequence[Sequence[Sample]], pad_id: int) -> Batch:
     """Samples end to end in their rows, padded on the right to the longest row. Raises UserError for no samples."""
     if not rows or not all(rows):
-        raise UserError("a batch needs at least one sample, and none of its rows may be empty")
+        raise UserError(f"a batch needs at least one sample in every row, got rows of {[len(row) for row in rows]}")
     longest = max(sum(len(sample.token_ids) for sample in row) for row in rows)
     input_ids = torch.full((len(rows), longest), pad_id, dtype=torch.int64)
     loss_mask = torch.zeros(len(rows), longest, dtype=torch.bool)

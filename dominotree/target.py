@@ -154,7 +154,9 @@ class Target:
         """Append Q tokens to `cache`; logits of all of them or the last, features of the layers asked for."""
         if positions is None:
             positions = torch.arange(cache.length, cache.length + token_ids.shape[1], device=token_ids.device)[None]
-        mask = None if visible is None else self._attention_mask(visible, positions, cache)
+        mask = None
+        if visible is not None:
+            mask = self._attention_mask(cache.visibility.over(visible, cache.length), positions)
         with self._captured(layer_ids) as features:
             output = self.model(
                 input_ids=token_ids,
@@ -182,7 +184,7 @@ class Target:
             positions = places - starts
             visible = (places[:, None] >= places) & (starts[..., None] == starts[:, None])
             apart = {
-                "attention_mask": self._attention_mask(visible, positions, TargetCache(1)),
+                "attention_mask": self._attention_mask(visible, positions),
                 "position_ids": positions,
             }
         with self._captured(layer_ids) as features:
@@ -222,12 +224,15 @@ class Target:
                 for handle in handles:
                     handle.remove()
 
-    def _attention_mask(self, visible: Tensor, positions: Tensor, cache: TargetCache) -> Tensor | dict[str, Tensor]:
-        """The 4-D mask, one a layer kind, over the committed tokens and the new ones."""
+    def _attention_mask(
+        self,
+        visible: Tensor,  # [B, Q, P + Q] bool, over the committed tokens and the new ones
+        positions: Tensor,  # [B, Q]
+    ) -> Tensor | dict[str, Tensor]:
+        """The 4-D mask, one a layer kind."""
         kinds = _layer_kinds(self.config)
-        everything = cache.visibility.over(visible, cache.length)
         masks = {
-            kind: self._as_mask(_windowed(everything, positions, self.config.sliding_window) if sliding else everything)
+            kind: self._as_mask(_windowed(visible, positions, self.config.sliding_window) if sliding else visible)
             for kind, sliding in kinds.items()
         }
         # Models with layers of several kinds take a mask a kind; the others take the mask itself.

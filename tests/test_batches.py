@@ -33,7 +33,7 @@ def test_samples_of_a_row_lie_end_to_end_each_with_its_own_beginning() -> None:
 def test_one_sample_is_a_batch() -> None:
     assert collate([[SHORT]], pad_id=0).input_ids.tolist() == [SHORT.token_ids]
     for nothing in ([], [[SHORT], []]):
-        with pytest.raises(UserError, match="at least one sample"):
+        with pytest.raises(UserError, match=r"at least one sample in every row, got rows of \[(1, 0)?\]"):
             collate(nothing, pad_id=0)
 
 

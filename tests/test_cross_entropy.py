@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,7 @@ def test_logits_become_the_gradient_of_their_cross_entropy(dtype: torch.dtype, t
     assert torch.equal(right, exact.argmax(dim=-1) == labels) and right[:9].all() and not right.all()
 
 
+@pytest.mark.skipif(find_spec("liger_kernel") is None, reason="liger-kernel, which needs Linux, is not installed")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])  # of the LM head and its logits
 def test_training_with_the_fused_kernel_is_training_without(dtype: str, tmp_path: Path) -> None:
     home = make_home(tmp_path / "home")

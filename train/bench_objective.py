@@ -290,6 +290,7 @@ def bench(config: BenchConfig) -> int:
     console = Console(width=110)
     console.print(
         f"{config.shapes}, {config.rows or SHAPES[config.shapes][3]} rows, logits_mib={config.logits_mib}, "
+        f"loss_kernel={config.loss_kernel}, "
         f"{config.dtype}, {torch.get_num_threads()} threads; median of {config.repeats}"
     )
     console.print(table)

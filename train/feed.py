@@ -104,14 +104,14 @@ class Feed:
         )
 
     def _anchors(self, rows: Sequence[Sequence[Sample]], update: int) -> tuple[Tensor, Tensor]:  # [B, A], [B, A] bool
-        """The anchors of every row's samples, ascending, and which are none: a row with fewer repeats its last."""
+        """The anchors of every row's samples, ascending, and which of them are padding."""
         drawn = [self._drawn(row, update) for row in rows]
         most = max(1, *map(len, drawn))
         anchors, keep = torch.zeros(len(rows), most, dtype=torch.int64), torch.zeros(len(rows), most, dtype=torch.bool)
         for index, places in enumerate(drawn):
             anchors[index, : len(places)] = places
             keep[index, : len(places)] = True
-        return torch.where(keep, anchors, anchors.amax(dim=1, keepdim=True)), keep
+        return anchors, keep
 
     def _drawn(self, row: Sequence[Sample], update: int) -> Tensor:  # [a] places in the row
         places, start = [], 0

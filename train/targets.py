@@ -49,7 +49,7 @@ def block_targets(
 
 
 def sampled_blocks(counts: Tensor) -> Tensor:  # [B, A, K] bool, slots that count -> [B, A] bool
-    """One in eight of every sample's blocks that count, at least one: a sample that follows from each row alone."""
+    """One in eight of the blocks of every row that count, at least one: the choice follows from each row alone."""
     blocks = counts.any(dim=-1)
     rank = blocks.cumsum(dim=1) - 1
     first = (blocks.sum(dim=1, keepdim=True).clamp(max=SAMPLE_EVERY) - 1) // 2

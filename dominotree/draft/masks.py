@@ -94,13 +94,15 @@ def attend_in_groups(visible: Visible, blocks: AnchorBlocks) -> Attend:
     """Attention of some blocks at a time: with ascending anchors a group needs one stretch of the context, and no slots
     but its own. Most of what one mask over everything hides is never formed."""
     anchors, block_size, context_length = blocks.anchors, blocks.block_size, blocks.context_length
+    ends = torch.where(blocks.keep, anchors, 0).clamp(max=context_length)  # padded blocks need no context
+    begins = torch.where(blocks.keep, blocks.starts, context_length)
     per_group = max(1, GROUP_SLOTS // block_size)
     groups: list[tuple[slice, slice, Tensor]] = []  # queries, the stretch of the context, mask
     for first in range(0, anchors.shape[1], per_group):
         members = slice(first, min(first + per_group, anchors.shape[1]))
         own = torch.arange(first * block_size, members.stop * block_size, device=anchors.device)
-        end = min(context_length, int(anchors[:, members].max()))
-        stretch = slice(min(end, int(blocks.starts[:, members].min())), end)
+        end = int(ends[:, members].max())
+        stretch = slice(min(end, int(begins[:, members].min())), end)
         keys = torch.cat([torch.arange(stretch.start, end, device=anchors.device), context_length + own])
         groups.append((slice(int(own[0]), int(own[-1]) + 1), stretch, dense_mask(visible, len(anchors), own, keys)))
 
