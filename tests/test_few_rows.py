@@ -55,3 +55,17 @@ def test_only_plain_layers_are_changed_and_a_copy_computes_with_its_own_weights(
     with torch.no_grad():
         model[2].weight.zero_()
     assert copied(inputs).abs().max() > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_some_rows_of_a_sequence_are_multiplied_as_a_matrix(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """[1, 3, K] out of [1, 8, K] is what PyTorch is slow at."""
+    seen: list[tuple[int, ...]] = []
+    plain = F.linear
+    monkeypatch.setattr(F, "linear", lambda inputs, *rest: seen.append(inputs.shape) or plain(inputs, *rest))
+    inputs, weight = torch.randn(1, 8, 16).to(dtype)[:, :3], torch.randn(20, 16).to(dtype)
+    assert torch.equal(linear(inputs, weight), plain(inputs.clone(), weight))
+    assert torch.equal(linear(inputs[0, 0], weight), plain(inputs[0, 0], weight))
+    assert seen == [(3, 16), (1, 16)]
