@@ -33,7 +33,7 @@ TRAIN = Command(
 def train(config: TrainConfig) -> int:
     """Assemble the run and carry it out; returns the exit code."""
     # Shapes change from update to update, and oneDNN would keep what it compiled for 1,024 of them: gigabytes, on CPUs.
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16")
     # Imported here: a mistake in the settings, or --help, need not wait for torch.
     from data.models import quiet_libraries
     from train.assemble import assemble
